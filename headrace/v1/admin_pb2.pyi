@@ -1,0 +1,110 @@
+from headrace.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Member(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address", "role")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    address: str
+    role: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+
+class SetMembersRequest(_message.Message):
+    __slots__ = ("version", "members")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
+class SetMembersResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GatewayStatus(_message.Message):
+    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BOOKINGS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    live_requests: int
+    bookings: int
+    tasks: int
+    accepted: int
+    completed: int
+    failed: int
+    cancelled: int
+    retries: int
+    pid: int
+    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class WorkerView(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "address", "connected", "status")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: str
+    address: str
+    connected: bool
+    status: _worker_pb2.WorkerStatusResponse
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatusResponse, _Mapping]] = ...) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("model", "gateway", "workers")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    gateway: GatewayStatus
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
+    def __init__(self, model: _Optional[str] = ..., gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("settle_s",)
+    SETTLE_S_FIELD_NUMBER: _ClassVar[int]
+    settle_s: float
+    def __init__(self, settle_s: _Optional[float] = ...) -> None: ...
+
+class AuditResponse(_message.Message):
+    __slots__ = ("clean", "findings", "used_blocks", "leases", "transfers", "bookings", "quarantined_blocks")
+    CLEAN_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    BOOKINGS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    clean: bool
+    findings: _containers.RepeatedScalarFieldContainer[str]
+    used_blocks: int
+    leases: int
+    transfers: int
+    bookings: int
+    quarantined_blocks: int
+    def __init__(self, clean: _Optional[bool] = ..., findings: _Optional[_Iterable[str]] = ..., used_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., transfers: _Optional[int] = ..., bookings: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...

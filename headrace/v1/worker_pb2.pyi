@@ -1,0 +1,406 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SessionRequest(_message.Message):
+    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: SessionHello
+    submit: Submit
+    adopt: Adopt
+    finish: Finish
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class SessionHello(_message.Message):
+    __slots__ = ("gateway_id",)
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "branch", "ignore_eos", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    branch: int
+    ignore_eos: bool
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., branch: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RequestBody(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_ids", "output_ids", "sampling", "time_left_s", "namespace", "no_cache")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    NO_CACHE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: Sampling
+    time_left_s: float
+    namespace: bytes
+    no_cache: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., time_left_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., no_cache: _Optional[bool] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("handle", "submit_seq", "body", "hand_off")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    submit_seq: int
+    body: RequestBody
+    hand_off: bool
+    def __init__(self, handle: _Optional[int] = ..., submit_seq: _Optional[int] = ..., body: _Optional[_Union[RequestBody, _Mapping]] = ..., hand_off: _Optional[bool] = ...) -> None: ...
+
+class Adopt(_message.Message):
+    __slots__ = ("handle", "submit_seq", "body", "source")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    submit_seq: int
+    body: RequestBody
+    source: PeerAddress
+    def __init__(self, handle: _Optional[int] = ..., submit_seq: _Optional[int] = ..., body: _Optional[_Union[RequestBody, _Mapping]] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ...) -> None: ...
+
+class PeerAddress(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Finish(_message.Message):
+    __slots__ = ("handle", "reason")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    reason: str
+    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("hello", "started", "tokens", "done", "failed", "load")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    started: Started
+    tokens: Tokens
+    done: Done
+    failed: Failed
+    load: LoadReport
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "block_size", "total_blocks", "max_model_len", "lane")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: str
+    fingerprint: str
+    block_size: int
+    total_blocks: int
+    max_model_len: int
+    lane: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("handle", "cached_tokens", "queue_s")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    cached_tokens: int
+    queue_s: float
+    def __init__(self, handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("handle", "offset", "token_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: _containers.RepeatedScalarFieldContainer[int]
+    offset: _containers.RepeatedScalarFieldContainer[int]
+    token_id: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handle: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., token_id: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("handle", "reason", "ledger")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    reason: str
+    ledger: WorkerLedger
+    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("handle", "code", "reason", "message", "retry_after_s")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    code: str
+    reason: str
+    message: str
+    retry_after_s: float
+    def __init__(self, handle: _Optional[int] = ..., code: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class WorkerLedger(_message.Message):
+    __slots__ = ("queue_s", "prefill_s", "sampling_s", "hand_off_s", "decode_s", "preempted_s", "cached_tokens", "computed_tokens", "bytes_moved", "transfer_s", "lane")
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFF_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    queue_s: float
+    prefill_s: float
+    sampling_s: float
+    hand_off_s: float
+    decode_s: float
+    preempted_s: float
+    cached_tokens: int
+    computed_tokens: int
+    bytes_moved: int
+    transfer_s: float
+    lane: str
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., hand_off_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., lane: _Optional[str] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("submit_seq", "waiting_requests", "waiting_tokens", "running_requests", "adopting_requests", "free_blocks", "evictable_blocks", "total_blocks", "step_age_s", "step_s")
+    SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ADOPTING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    submit_seq: int
+    waiting_requests: int
+    waiting_tokens: int
+    running_requests: int
+    adopting_requests: int
+    free_blocks: int
+    evictable_blocks: int
+    total_blocks: int
+    step_age_s: float
+    step_s: float
+    def __init__(self, submit_seq: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., adopting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("open", "verify", "pulled", "close", "heartbeat")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    open: LeaseOpen
+    verify: LeaseVerify
+    pulled: LeasePulled
+    close: LeaseClose
+    heartbeat: Heartbeat
+    def __init__(self, open: _Optional[_Union[LeaseOpen, _Mapping]] = ..., verify: _Optional[_Union[LeaseVerify, _Mapping]] = ..., pulled: _Optional[_Union[LeasePulled, _Mapping]] = ..., close: _Optional[_Union[LeaseClose, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class LeaseOpen(_message.Message):
+    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "fingerprint", "lane")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    reader: PeerAddress
+    holder_incarnation: str
+    fingerprint: str
+    lane: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., lane: _Optional[str] = ...) -> None: ...
+
+class LeaseVerify(_message.Message):
+    __slots__ = ("lease_id", "holder_incarnation")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    holder_incarnation: str
+    def __init__(self, lease_id: _Optional[str] = ..., holder_incarnation: _Optional[str] = ...) -> None: ...
+
+class LeasePulled(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class LeaseClose(_message.Message):
+    __slots__ = ("completed", "bytes_moved")
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    completed: bool
+    bytes_moved: int
+    def __init__(self, completed: _Optional[bool] = ..., bytes_moved: _Optional[int] = ...) -> None: ...
+
+class LeaseResponse(_message.Message):
+    __slots__ = ("opened", "announce", "hand_off", "held", "revoked", "heartbeat")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    opened: LeaseOpened
+    announce: LeaseAnnounce
+    hand_off: HandOff
+    held: LeaseHeld
+    revoked: LeaseRevoked
+    heartbeat: Heartbeat
+    def __init__(self, opened: _Optional[_Union[LeaseOpened, _Mapping]] = ..., announce: _Optional[_Union[LeaseAnnounce, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class LeaseOpened(_message.Message):
+    __slots__ = ("lease_id", "transport")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    transport: bytes
+    def __init__(self, lease_id: _Optional[str] = ..., transport: _Optional[bytes] = ...) -> None: ...
+
+class LeaseAnnounce(_message.Message):
+    __slots__ = ("first_block", "blocks")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HandOff(_message.Message):
+    __slots__ = ("output_ids", "num_tokens", "finished", "ledger")
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: int
+    finished: bool
+    ledger: WorkerLedger
+    def __init__(self, output_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., finished: _Optional[bool] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
+
+class LeaseHeld(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaseRevoked(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class WorkerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("holder", "blocks")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    blocks: int
+    def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class WorkerStatusResponse(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: str
+    load: LoadReport
+    live_requests: int
+    leases: int
+    handoffs: int
+    transfers: int
+    quarantined_blocks: int
+    used_blocks: int
+    holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
+    integrity_error: str
+    sessions: int
+    counters: _containers.ScalarMap[str, float]
+    pid: int
+    transport: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,71 @@
+"""The step as data: what the scheduler asks for, what the runner answers, what the step meant.
+
+All three are columns (parallel lists), one entry a row; no object per row. They are the whole contract between
+`workers.core.scheduler` and `workers.runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.records import FinishReason
+from headrace.ids import RequestKey
+from headrace.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One iteration. Decode rows come first, then prefill rows; a decode row is a row with one token.
+
+    Row i computes tokens [start_pos[i], start_pos[i] + num_tokens[i]) of its sequence: their ids are the next num_tokens[i]
+    entries of `token_ids`; KV of earlier positions is in `block_tables[i]`, which also has room for these.
+    """
+
+    step_id: int
+    keys: list[RequestKey] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    start_pos: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    block_tables: list[Sequence[int]] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    """True when the row's last token yields a logit to sample from."""
+    sampling: list[SamplingParams] = field(default_factory=list)
+    banned: list[tuple[int, ...]] = field(default_factory=list)
+    """Token ids that may not be sampled in this row (eos and stop ids while min_tokens is not reached)."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Whole-block copies (source, target) to make before the step."""
+    num_decode_rows: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(self.num_tokens[self.num_decode_rows :])
+
+
+@dataclass(slots=True)
+class StepResult:
+    """`token_ids` has one entry for each row with `samples` true, in row order. Durations in seconds."""
+
+    token_ids: list[int]
+    run_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepEvents:
+    """What a step changed, for the shell to publish: all columns over request keys."""
+
+    started: list[RequestKey] = field(default_factory=list)
+    """First scheduled in this plan's schedule()."""
+    token_keys: list[RequestKey] = field(default_factory=list)
+    token_offsets: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    computed: list[RequestKey] = field(default_factory=list)
+    """Requests whose computed prefix grew: a lease on them may announce more blocks."""
+    prefilled: list[RequestKey] = field(default_factory=list)
+    """hand_off requests that just sampled their first token and now hold their blocks for a reader."""
+    finished: list[tuple[RequestKey, FinishReason]] = field(default_factory=list)
