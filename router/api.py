@@ -1,0 +1,90 @@
+"""The narrow waist of the gateway: what both front doors (gRPC, HTTP) ask for, and what they get back.
+
+The doors parse, validate and render; `router.gateway.Gateway` owns the request between these types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.sampling import SamplingParams
+from router.text import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """One validated call: `n` branches of one prompt. Everything a door knows and a worker does not need stays here."""
+
+    tenant: str
+    label: str
+    """The client's request id, or ''. A label for cancel and logs, never a key."""
+    prompt_ids: tuple[int, ...]
+    sampling: tuple[SamplingParams, ...]
+    """One a branch; branch i has `branch=i`. Seeds are set."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    cache_salt: str = ""
+    no_cache: bool = False
+    deadline_s: float | None = None
+    """Seconds from now; None: the gateway's default."""
+    explain: bool = False
+    received_at: float = 0.0
+    """Monotonic seconds on this process."""
+    tokenized_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Explanation:
+    mode: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 1
+    cached_tokens: int = 0
+    bytes_moved: int = 0
+    lane: str = "none"
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    to_first_token: list[tuple[str, float]] = field(default_factory=list)
+    """(stage, ms) in the order of SPEC A5; they sum to ttft_ms."""
+    to_end: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Delta:
+    """One piece of one branch. The branch's last delta has finish_reason; the call's last delta has usage too."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    """stop | length"""
+    usage: Usage | None = None
+    explanation: Explanation | None = None
+
+
+class GatewayService(Protocol):
+    """What the doors call. `generate` raises HeadraceError before the first delta (refusal) or in the middle (failure);
+    closing the iterator cancels the request and returns only when its bookings are released."""
+
+    text: TextModel
+
+    def generate(self, spec: GenerationSpec) -> AsyncIterator[Delta]: ...
+
+    async def cancel(self, tenant: str, label: str) -> bool: ...
+
+    def ready(self) -> bool:
+        """True when at least one plan exists (a whole-request worker, or a prefill and a decode worker)."""
+        ...
+
+    def fingerprint(self) -> str:
+        """The workers' model fingerprint (hex), '' before any is connected."""
+        ...

@@ -1,0 +1,49 @@
+"""What a gateway process is told at birth: resolved, frozen, JSON."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class GatewaySpec(BaseModel):
+    """One gateway. Times in seconds, sizes in bytes; port 0 asks the OS."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gateway_id: str
+    model_path: str
+    """The prepared model folder: tokenizer.json, config.json, chat template."""
+    served_model_name: str
+    max_model_len: int
+    chat_template: str | None = None
+    """Path of a template that replaces the model's own."""
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    """Empty: no authentication. Otherwise `key` or `tenant=key`."""
+    mode: str = "auto"
+    """auto | disaggregated | colocated"""
+    default_max_tokens: int | None = None
+    default_deadline_s: float = 600.0
+    max_body_bytes: int = 8 << 20
+    max_n: int = 16
+    max_stop_strings: int = 4
+    max_stop_bytes: int = 1024
+    max_live_requests: int = 1024
+    max_attempts: int = 3
+    max_worker_crashes: int = 2
+    liveness_s: float = 8.0
+    cluster_token: str
+    cache_namespace_secret: str = ""
+    controller_pid: int = 0
+    stream_buffer_tokens: int = 65536
+
+
+class GatewayReady(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gateway_id: str
+    grpc_address: str
+    http_address: str
+    pid: int = Field(gt=0)

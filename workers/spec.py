@@ -1,0 +1,64 @@
+"""What a worker process is told at birth: resolved, frozen, JSON. Made by `cluster.config`, read by `workers.main` and `workers.actor`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.core.records import Role
+
+
+class WorkerSpec(BaseModel):
+    """One worker incarnation. Paths are local to the node; times in seconds, sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    model_path: str
+    """A prepared Hugging Face folder (config.json, safetensors)."""
+    max_model_len: int
+    threads: int = Field(ge=1)
+    kv_cache_bytes: int = Field(gt=0)
+    block_size: int = 16
+    exact: bool = False
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    long_prefill_token_threshold: int = 256
+    """Most prompt tokens of one request in one step (chunk size)."""
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1_000_000
+    transport: str = "auto"
+    """auto | ucx | tcp"""
+    read_timeout_s: float = 30.0
+    """A read that takes longer is given up (its blocks stay quarantined until it is terminal)."""
+    quarantine_cap_bytes: int = 256 << 20
+    liveness_s: float = 8.0
+    """Silence after which a session or a lease counts as broken."""
+    host: str = "127.0.0.1"
+    cluster_token: str
+    cache_namespace_secret: str = ""
+    controller_pid: int = 0
+    """Process backend: exit when this process is gone (0: do not watch)."""
+
+
+class WorkerReady(BaseModel):
+    """What a worker answers once warm-up and self-test are over."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    address: str
+    pid: int
+    fingerprint: str
+    total_blocks: int
+    block_size: int
+    lane: str
+    lane_gbps: float = 0.0
+    """Measured at start by a loopback read; 0 when not measured."""
+    memory_plan: dict[str, int] = {}
+    """Bytes by use: weights, workspace, kv, block_metadata."""
+    exact_rows: str = ""
+    start_s: float = 0.0
