@@ -56,6 +56,7 @@ class Explanation:
     to_first_token: list[tuple[str, float]] = field(default_factory=list)
     """(stage, ms) in the order of SPEC A5; they sum to ttft_ms."""
     to_end: list[tuple[str, float]] = field(default_factory=list)
+    second_token_gap_ms: float = 0.0
 
 
 @dataclass(slots=True)

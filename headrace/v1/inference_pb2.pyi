@@ -91,7 +91,7 @@ class Stage(_message.Message):
     def __init__(self, name: _Optional[str] = ..., ms: _Optional[float] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("mode", "prefill_worker", "decode_worker", "attempts", "cached_tokens", "bytes_moved", "lane", "ttft_ms", "total_ms", "to_first_token", "to_end")
+    __slots__ = ("mode", "prefill_worker", "decode_worker", "attempts", "cached_tokens", "bytes_moved", "lane", "ttft_ms", "total_ms", "to_first_token", "to_end", "second_token_gap_ms")
     MODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class Explanation(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TO_END_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TOKEN_GAP_MS_FIELD_NUMBER: _ClassVar[int]
     mode: str
     prefill_worker: str
     decode_worker: str
@@ -114,7 +115,8 @@ class Explanation(_message.Message):
     total_ms: float
     to_first_token: _containers.RepeatedCompositeFieldContainer[Stage]
     to_end: _containers.RepeatedCompositeFieldContainer[Stage]
-    def __init__(self, mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., lane: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., to_first_token: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., to_end: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
+    second_token_gap_ms: float
+    def __init__(self, mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., lane: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., to_first_token: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., to_end: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., second_token_gap_ms: _Optional[float] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "text", "token_ids", "finish_reason")

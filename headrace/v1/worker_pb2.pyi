@@ -115,20 +115,30 @@ class Finish(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("hello", "started", "tokens", "done", "failed", "load")
+    __slots__ = ("hello", "started", "tokens", "done", "failed", "load", "prefilled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     started: Started
     tokens: Tokens
     done: Done
     failed: Failed
     load: LoadReport
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+    prefilled: Prefilled
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("handle", "ledger")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    ledger: WorkerLedger
+    def __init__(self, handle: _Optional[int] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "block_size", "total_blocks", "max_model_len", "lane")
