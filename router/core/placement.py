@@ -1,7 +1,7 @@
 """Which worker serves a request: a pure choice over load views. It books nothing and sends nothing.
 
-Scores are in tokens of work ahead of the request; the lowest wins and equal scores take turns. Blocks, not requests, bound a
-decode worker: one without room for the whole request is passed over while another has it.
+Scores are in tokens of work ahead of the request; the lowest wins and equal scores take turns. Blocks, not requests, bound
+a decode worker: one without room for the whole request is passed over while another has it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`whole`: the worker serves all of it. Otherwise it prefills, and the decode worker is chosen when it has started."""
+    """`whole`: the worker serves all of it. Otherwise it prefills; the decode worker is chosen when it has started."""
 
     worker: WorkerView
     whole: bool

@@ -1,0 +1,43 @@
+"""One branch's way from tokens to text: incremental detokenization, then stop strings, which begin to count at min_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.sampling import SamplingParams
+from router.text import IncrementalDetokenizer, StopMatcher, TextModel
+
+
+class BranchText:
+    """`push` gives the text that may go out now and whether a stop string has ended the branch."""
+
+    def __init__(self, model: TextModel, stop: Sequence[str], include_stop: bool, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(model, skip_special_tokens=True)
+        self._matcher = StopMatcher(tuple(stop), include_stop)
+        self._params = params
+        self._count = 0
+        self._stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        released = ""
+        for token_id in token_ids:
+            self._count += 1
+            early = self._count < self._params.min_tokens
+            if token_id in self._params.stop_token_ids and not early:
+                continue
+            piece = self._detokenizer.push([token_id])
+            if early:
+                released += piece
+                continue
+            text, self._stopped = self._matcher.push(piece)
+            released += text
+            if self._stopped:
+                break
+        return released, self._stopped
+
+    def flush(self) -> str:
+        """What was held back, once the branch has ended without a stop string."""
+        if self._stopped:
+            return ""
+        text, stopped = self._matcher.push(self._detokenizer.flush())
+        return text if stopped else text + self._matcher.flush()

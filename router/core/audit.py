@@ -1,0 +1,54 @@
+"""Conservation over the whole deployment, from each process's own account. Pure: it reads accounts and returns sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAccount:
+    """A worker's account as it gave it; `answered` false when it did not."""
+
+    name: str
+    answered: bool
+    used_blocks: int = 0
+    quarantined_blocks: int = 0
+    leases: int = 0
+    transfers: int = 0
+    handoffs: int = 0
+    live_requests: int = 0
+    holders: tuple[tuple[str, int], ...] = ()
+    integrity_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAccount:
+    live_requests: int
+    bookings: int
+
+
+def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[str]:
+    """What is held although nothing is in progress, one sentence a holder; [] is clean.
+
+    While requests are live only broken conservation counts, since holding blocks is then their right.
+    """
+    found = []
+    for worker in workers:
+        if not worker.answered:
+            found.append(f"{worker.name}: did not answer")
+        if worker.integrity_error:
+            found.append(f"{worker.name}: {worker.integrity_error}")
+    if gateway.live_requests:
+        return found
+    if gateway.bookings:
+        found.append(f"gateway: {gateway.bookings} bookings without a request")
+    for worker in workers:
+        for what in ("leases", "transfers", "handoffs", "live_requests"):
+            if count := getattr(worker, what):
+                found.append(f"{worker.name}: {count} {what.replace('_', ' ')} without a request at the gateway")
+        found.extend(f"{worker.name}: {holder} holds {blocks} blocks" for holder, blocks in worker.holders)
+        held = sum(blocks for _, blocks in worker.holders)
+        if worker.used_blocks > held:
+            found.append(f"{worker.name}: {worker.used_blocks - held} used blocks without a holder")
+    return found

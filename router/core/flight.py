@@ -1,0 +1,287 @@
+"""One branch of a request while the gateway owns it: facts in, actions out. No sockets, no clock, no text.
+
+    QUEUED --place--> RUNNING --eos, stop, length--> ENDED
+       ^                 |
+       +---- leg lost ---+      (tokens so far go along; at most `max_attempts` plans, `max_crashes` dead processes)
+
+A *leg* is the request at one worker: `whole` serves all of it, `prefill` computes the prompt and keeps the KV for a
+reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped, so late frames cannot do harm.
+
+| invariant | kept by |
+| --- | --- |
+| a token reaches the client once | `offset` against the output so far; a repeat must be equal |
+| an ended flight has no live leg | every ending and every new plan sends Finish to the legs still live |
+| a request seen in `max_crashes` dead processes ends with an error | `crashes`, counted when a worker is lost |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headrace.core.records import FinishReason, WorkerLedger
+from headrace.errors import Code, HeadraceError
+from headrace.ids import RequestId
+from headrace.sampling import SamplingParams
+from router.core.latency import Timeline
+from router.core.placement import Mode, WorkerKey, WorkerView, choose_decode, choose_plan
+
+LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed", "session_reset"})
+"""The worker is fine, the hand-off is not: plan again, without excluding anybody."""
+
+
+class FlightState(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class LegKind(Enum):
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Leg:
+    kind: LegKind
+    worker: WorkerKey
+    address: str
+    handle: int
+    live: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitTo:
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptAt:
+    leg: Leg
+    source: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class FinishAt:
+    leg: Leg
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """New tokens for the client, in order."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The branch is over: `reason`, or `error` when it failed."""
+
+    reason: FinishReason
+    error: HeadraceError | None = None
+
+
+Action = SubmitTo | AdoptAt | FinishAt | Deliver | Ended
+
+
+@dataclass(slots=True)
+class Flight:
+    """See the module's docstring. Mutated by facts only; each fact returns the actions to carry out, in order."""
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    mode: Mode
+    next_handle: Callable[[], int]
+    eos_token_ids: tuple[int, ...] = ()
+    max_attempts: int = 3
+    max_crashes: int = 2
+    state: FlightState = FlightState.QUEUED
+    attempt: int = 0
+    """Plans made so far; the current plan's number."""
+    output_ids: list[int] = field(default_factory=list)
+    legs: list[Leg] = field(default_factory=list)
+    crashes: int = 0
+    excluded: set[WorkerKey] = field(default_factory=set)
+    timeline: Timeline = field(default_factory=Timeline)
+    disaggregated: bool = False
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    _whole_next: bool = False
+    _refusal: HeadraceError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of KV that the request may need in the end."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    # ---- placing
+
+    def place(self, fleet: Sequence[WorkerView], now: float, turn: int) -> list[Action]:
+        """Tries to plan a queued flight. No actions: nobody can take it yet, or it has just ended (see `state`)."""
+        if self.state is not FlightState.QUEUED:
+            return []
+        mode = Mode.COLOCATED if self._whole_next and self.mode is Mode.AUTO else self.mode
+        plan = choose_plan(mode, fleet, self.excluded, self.num_tokens, turn)
+        if plan is None:
+            if self._refusal is not None:
+                return self._fail(self._refusal, now)
+            return []
+        self.attempt += 1
+        self.state = FlightState.RUNNING
+        self.timeline.submitted(now)
+        self.disaggregated = not plan.whole
+        leg = Leg(
+            LegKind.WHOLE if plan.whole else LegKind.PREFILL, plan.worker.key, plan.worker.address, self.next_handle()
+        )
+        self.legs.append(leg)
+        self.prefill_worker = plan.worker.key.worker_id
+        self.decode_worker = plan.worker.key.worker_id if plan.whole else ""
+        return [SubmitTo(leg)]
+
+    # ---- facts from workers
+
+    def started(self, leg: Leg, fleet: Sequence[WorkerView], now: float, turn: int) -> list[Action]:
+        """The prefill runs: choose the decode worker from fresh load (SPEC E7)."""
+        if not leg.live or leg.kind is not LegKind.PREFILL or self._leg(LegKind.DECODE):
+            return []
+        target = choose_decode(fleet, leg.worker, self.excluded, self.num_tokens, turn)
+        if target is None:
+            self._whole_next = True
+            return self._requeue(now)
+        decode = Leg(LegKind.DECODE, target.key, target.address, self.next_handle())
+        self.legs.append(decode)
+        self.decode_worker = target.key.worker_id
+        return [AdoptAt(decode, source=leg)]
+
+    def token(self, leg: Leg, offset: int, token_id: int, now: float) -> list[Action]:
+        """One token at its place in the output. Repeats are dropped, a gap or a different repeat fails the request."""
+        if not leg.live:
+            return []
+        have = len(self.output_ids)
+        if offset < have:
+            if self.output_ids[offset] == token_id:
+                return []
+            return self._fail(HeadraceError(Code.INTERNAL, "a repeated token differs from the one delivered"), now)
+        if offset > have:
+            return self._fail(HeadraceError(Code.INTERNAL, "a token is missing from the stream"), now)
+        self.output_ids.append(token_id)
+        self.timeline.token(now)
+        return [Deliver((token_id,))]
+
+    def prefilled(self, leg: Leg, ledger: WorkerLedger) -> None:
+        if leg.live:
+            self.timeline.first_ledger(ledger)
+
+    def done(self, leg: Leg, reason: FinishReason, ledger: WorkerLedger, now: float) -> list[Action]:
+        """A worker's part is over in good order."""
+        if not leg.live:
+            return []
+        leg.live = False
+        if reason is FinishReason.HANDED_OFF:
+            return []
+        if reason is FinishReason.DEADLINE:
+            return self.deadline(now)
+        if reason is FinishReason.CANCELLED:
+            # The worker dropped it on its own (its session to us was cut and came back): go on elsewhere.
+            return self._requeue(now)
+        if leg.kind is LegKind.DECODE:
+            self.timeline.last_ledger(ledger)
+        else:
+            self.timeline.whole_ledger(ledger)
+        return self._end(Ended(reason), now)
+
+    def failed(self, leg: Leg, error: HeadraceError, reason: str, now: float) -> list[Action]:
+        """A worker refused or gave up."""
+        if not leg.live:
+            return []
+        leg.live = False
+        if reason in LEASE_FAILURES:
+            self._whole_next = self._whole_next or reason == "lease_revoked"
+            return self._requeue(now)
+        if error.code in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE):
+            self.excluded.add(leg.worker)
+            self._refusal = error
+            return self._requeue(now)
+        return self._fail(error, now)
+
+    def lost(self, worker: WorkerKey, dead: bool, now: float) -> list[Action]:
+        """The session to a worker broke; `dead`: its process is gone (or does not answer)."""
+        legs = [leg for leg in self.legs if leg.live and leg.worker == worker]
+        if self.state is not FlightState.RUNNING or not legs:
+            return []
+        if dead:
+            self.crashes += 1
+            self.excluded.add(worker)
+        for leg in legs:
+            leg.live = False
+        if self.crashes >= self.max_crashes:
+            return self._fail(
+                HeadraceError(Code.ABORTED, f"the request was present in {self.crashes} worker crashes"), now
+            )
+        if legs[0].kind is LegKind.PREFILL and self._leg(LegKind.DECODE):
+            # The reader knows whether it has everything: it goes on, or reports its broken lease.
+            return []
+        return self._requeue(now)
+
+    # ---- facts from the client's side
+
+    def stop(self, now: float) -> list[Action]:
+        """A stop string was found in the text: a completion."""
+        return self._end(Ended(FinishReason.STOP), now, finish="stop")
+
+    def cancel(self, now: float) -> list[Action]:
+        return self._end(Ended(FinishReason.CANCELLED, HeadraceError(Code.CANCELLED, "the request was cancelled")), now)
+
+    def deadline(self, now: float) -> list[Action]:
+        error = HeadraceError(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+        return self._end(Ended(FinishReason.DEADLINE, error), now, finish="deadline")
+
+    def abort(self, error: HeadraceError, now: float) -> list[Action]:
+        return self._fail(error, now)
+
+    # ---- endings
+
+    def _fail(self, error: HeadraceError, now: float) -> list[Action]:
+        return self._end(Ended(FinishReason.ERROR, error), now)
+
+    def _end(self, ended: Ended, now: float, finish: str = "cancelled") -> list[Action]:
+        if self.state is FlightState.ENDED:
+            return []
+        self.state = FlightState.ENDED
+        self.timeline.ended(now)
+        return [*self._finish_legs(finish), ended]
+
+    def _requeue(self, now: float) -> list[Action]:
+        """Gives up the current plan; the next `place` goes on with the tokens so far."""
+        finishes = self._finish_legs("cancelled")
+        if (reason := self._complete()) is not None:
+            return [*finishes, *self._end(Ended(reason), now)]
+        if self.attempt >= self.max_attempts:
+            error = self._refusal or HeadraceError(Code.ABORTED, f"the request failed in {self.attempt} attempts")
+            return [*finishes, *self._fail(error, now)]
+        self.state = FlightState.QUEUED
+        self.timeline.attempt_lost(now)
+        return finishes
+
+    def _complete(self) -> FinishReason | None:
+        """The reason when the output is whole although its worker could not say so any more."""
+        params, have = self.sampling, len(self.output_ids)
+        if have >= max(params.min_tokens, 1):
+            if self.output_ids[-1] in self.eos_token_ids and not params.ignore_eos:
+                return FinishReason.EOS
+            if self.output_ids[-1] in params.stop_token_ids:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if have >= params.max_tokens else None
+
+    def _finish_legs(self, reason: str) -> list[Action]:
+        live = [leg for leg in self.legs if leg.live]
+        for leg in live:
+            leg.live = False
+        return [FinishAt(leg, reason) for leg in live]
+
+    def _leg(self, kind: LegKind) -> Leg | None:
+        return next((leg for leg in self.legs if leg.live and leg.kind is kind), None)

@@ -1,0 +1,84 @@
+"""Session frames from and to the gateway's own types: nothing but field copying."""
+
+from __future__ import annotations
+
+from headrace.core.records import WorkerLedger, WorkerLoad
+from headrace.errors import Code, HeadraceError
+from headrace.v1 import worker_pb2 as pb
+from router.core.flight import Flight, Leg
+
+
+def body(flight: Flight, namespace: bytes, no_cache: bool, time_left_s: float) -> pb.RequestBody:
+    params = flight.sampling
+    return pb.RequestBody(
+        request_id=flight.request_id,
+        attempt=flight.attempt,
+        prompt_ids=flight.prompt_ids,
+        output_ids=flight.output_ids,
+        sampling=pb.Sampling(
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            branch=params.branch,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=params.stop_token_ids,
+        ),
+        time_left_s=time_left_s,
+        namespace=namespace,
+        no_cache=no_cache,
+    )
+
+
+def submit(leg: Leg, seq: int, request: pb.RequestBody, hand_off: bool) -> pb.SessionRequest:
+    return pb.SessionRequest(submit=pb.Submit(handle=leg.handle, submit_seq=seq, body=request, hand_off=hand_off))
+
+
+def adopt(leg: Leg, seq: int, request: pb.RequestBody, source: Leg) -> pb.SessionRequest:
+    peer = pb.PeerAddress(
+        worker_id=source.worker.worker_id, incarnation=source.worker.incarnation, address=source.address
+    )
+    return pb.SessionRequest(adopt=pb.Adopt(handle=leg.handle, submit_seq=seq, body=request, source=peer))
+
+
+def finish(handle: int, reason: str) -> pb.SessionRequest:
+    return pb.SessionRequest(finish=pb.Finish(handle=handle, reason=reason))
+
+
+def ledger(message: pb.WorkerLedger) -> WorkerLedger:
+    return WorkerLedger(
+        queue_s=message.queue_s,
+        prefill_s=message.prefill_s,
+        sampling_s=message.sampling_s,
+        hand_off_s=message.hand_off_s,
+        decode_s=message.decode_s,
+        preempted_s=message.preempted_s,
+        cached_tokens=message.cached_tokens,
+        computed_tokens=message.computed_tokens,
+        bytes_moved=message.bytes_moved,
+        transfer_s=message.transfer_s,
+        lane=message.lane or "none",
+    )
+
+
+def load(message: pb.LoadReport) -> WorkerLoad:
+    return WorkerLoad(
+        submit_seq=message.submit_seq,
+        waiting_requests=message.waiting_requests,
+        waiting_tokens=message.waiting_tokens,
+        running_requests=message.running_requests,
+        adopting_requests=message.adopting_requests,
+        free_blocks=message.free_blocks,
+        evictable_blocks=message.evictable_blocks,
+        total_blocks=message.total_blocks,
+        step_age_s=message.step_age_s,
+        step_s=message.step_s,
+    )
+
+
+def error(message: pb.Failed) -> HeadraceError:
+    """A worker's refusal as the client will see it."""
+    code = Code(message.code) if message.code in Code.__members__ else Code.INTERNAL
+    return HeadraceError(code, message.message or message.reason, retry_after_s=message.retry_after_s or None)

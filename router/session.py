@@ -1,0 +1,165 @@
+"""The gateway's persistent gRPC session to one worker: frames out through a bounded queue, frames in to a sink, heartbeats both
+ways. When it breaks it finds out whether the process is gone, tells the sink once, and connects again until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from headrace.v1 import worker_pb2 as pb
+from headrace.v1 import worker_pb2_grpc as rpc
+from router.core.placement import WorkerKey
+
+log = logging.getLogger("headrace.router.session")
+
+OUTBOUND_FRAMES = 4096
+"""More unsent frames than this mean a worker that does not read: the session is reset."""
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class SessionSink(Protocol):
+    """What the session tells its owner, on the event loop."""
+
+    def session_up(self, session: WorkerSession, hello: pb.WorkerHello) -> None: ...
+
+    def frame(self, session: WorkerSession, frame: pb.SessionResponse) -> None: ...
+
+    def session_lost(self, session: WorkerSession, dead: bool) -> None:
+        """`dead`: the process is gone or does not answer; otherwise only the connection broke."""
+        ...
+
+
+class WorkerSession:
+    """Reconnects until `close`. `connected` is true between session_up and session_lost."""
+
+    def __init__(
+        self, gateway_id: str, key: WorkerKey, address: str, cluster_token: str, liveness_s: float, sink: SessionSink
+    ) -> None:
+        self.key = key
+        self.address = address
+        self.connected = False
+        self.refused = False
+        self.hello: pb.WorkerHello | None = None
+        self._gateway_id = gateway_id
+        self._metadata = (("x-headrace-cluster", cluster_token),)
+        self._liveness_s = liveness_s
+        self._sink = sink
+        self._outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue(OUTBOUND_FRAMES)
+        self._reset = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"session {key.worker_id}")
+
+    @property
+    def usable(self) -> bool:
+        """Connected to a worker that may exchange KV with the others."""
+        return self.connected and not self.refused
+
+    def send(self, frame: pb.SessionRequest) -> bool:
+        """Queues a frame; False when the session is down or its buffer is full (it is then reset)."""
+        if not self.connected:
+            return False
+        try:
+            self._outbound.put_nowait(frame)
+        except asyncio.QueueFull:
+            self._reset.set()
+            return False
+        return True
+
+    def reset(self) -> None:
+        """Cuts the connection; the session comes back by itself."""
+        self._reset.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def status(self, timeout_s: float) -> pb.WorkerStatusResponse | None:
+        """The worker's own account; None when it does not answer in time."""
+        async with self._channel() as channel:
+            try:
+                return await rpc.WorkerStub(channel).WorkerStatus(
+                    pb.WorkerStatusRequest(), metadata=self._metadata, timeout=timeout_s
+                )
+            except grpc.aio.AioRpcError:
+                return None
+
+    def _channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+
+    async def _run(self) -> None:
+        delay_s = 0.05
+        while True:
+            was_up = False
+            try:
+                was_up = await self._serve()
+            except grpc.aio.AioRpcError as error:
+                log.info("session_error worker=%s code=%s", self.key.worker_id, error.code().name)
+            except TimeoutError:
+                log.info("session_silent worker=%s", self.key.worker_id)
+            finally:
+                was_up = was_up or self.connected
+                self.connected = False
+            if was_up:
+                while not self._outbound.empty():
+                    self._outbound.get_nowait()
+                dead = not await self._alive()
+                log.warning("session_lost worker=%s dead=%s", self.key.worker_id, dead)
+                self._sink.session_lost(self, dead)
+                delay_s = 0.05
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, 1.0)
+
+    async def _alive(self) -> bool:
+        """Does the same process still answer? Decides whether a broken session counts as a crash."""
+        status = await self.status(timeout_s=1.0)
+        return status is not None and status.incarnation == self.key.incarnation
+
+    async def _serve(self) -> bool:
+        """One connection, until it ends or breaks; True when it had come up."""
+        self._reset.clear()
+        async with self._channel() as channel:
+            call = rpc.WorkerStub(channel).Session(self._requests(), metadata=self._metadata)
+            reset = asyncio.create_task(self._reset.wait())
+            try:
+                while True:
+                    read = asyncio.ensure_future(call.read())
+                    await asyncio.wait({read, reset}, timeout=self._liveness_s, return_when=asyncio.FIRST_COMPLETED)
+                    if not read.done():
+                        read.cancel()
+                        raise TimeoutError
+                    frame = read.result()
+                    if frame is grpc.aio.EOF:
+                        return self.connected
+                    self._take(frame)
+            finally:
+                reset.cancel()
+                call.cancel()
+
+    def _take(self, frame: pb.SessionResponse) -> None:
+        if frame.WhichOneof("kind") == "hello":
+            if frame.hello.incarnation != self.key.incarnation:
+                raise TimeoutError
+            self.hello = frame.hello
+            self.connected = True
+            self._sink.session_up(self, frame.hello)
+        else:
+            self._sink.frame(self, frame)
+
+    async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
+        yield pb.SessionRequest(hello=pb.SessionHello(gateway_id=self._gateway_id))
+        while True:
+            try:
+                yield await asyncio.wait_for(self._outbound.get(), timeout=self._liveness_s / 4)
+            except TimeoutError:
+                yield pb.SessionRequest(heartbeat=pb.Heartbeat())

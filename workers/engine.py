@@ -1,0 +1,100 @@
+"""The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under one lock that is never held while running.
+
+Whoever changes the scheduler's state from outside takes `lock` and calls `wake()`. A broken invariant ends the process
+(DESIGN law 8): a worker that may be wrong must not go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from headrace.clock import Clock, monotonic
+from workers.core.plan import StepEvents
+from workers.core.scheduler import Scheduler
+from workers.runner.base import Runner
+
+log = logging.getLogger("headrace.workers.engine")
+
+EXIT_BROKEN = 70
+WATCHDOG_FLOOR_S = 60.0
+WATCHDOG_STEPS = 50
+"""A step may last this many times the longest one so far before the engine counts as hung."""
+
+
+class Engine:
+    """Runs steps while there is work. `publish` is called on the engine thread after every step."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, publish: Callable[[StepEvents], None], clock: Clock = monotonic
+    ) -> None:
+        self.lock = threading.RLock()
+        self.steps = 0
+        self.last_step_s = 0.0
+        self._scheduler = scheduler
+        self._runner = runner
+        self._publish = publish
+        self._clock = clock
+        self._wake = threading.Condition(self.lock)
+        self._step_began: float | None = None
+        self._longest_step_s = 0.0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be work. The caller holds `lock`."""
+        self._wake.notify()
+
+    def stop(self) -> None:
+        """Ends the thread after the running step."""
+        with self.lock:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def step(self) -> bool:
+        """One iteration; False when there was nothing to run."""
+        with self.lock:
+            plan = self._scheduler.schedule(self._clock())
+        if plan is None:
+            return False
+        began = self._step_began = self._clock()
+        result = self._runner.run(plan)
+        with self.lock:
+            events = self._scheduler.apply(plan, result, self._clock())
+        self._step_began = None
+        self.last_step_s = self._clock() - began
+        self._longest_step_s = max(self._longest_step_s, self.last_step_s)
+        self.steps += 1
+        self._publish(events)
+        return True
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the running step began; 0 when idle."""
+        began = self._step_began
+        return 0.0 if began is None else max(self._clock() - began, 0.0)
+
+    @property
+    def hung(self) -> bool:
+        """The watchdog's verdict: far beyond any step seen, and never before a minute (DESIGN law 9)."""
+        return self.step_age_s > max(WATCHDOG_FLOOR_S, WATCHDOG_STEPS * self._longest_step_s)
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step():
+                    with self.lock:
+                        if not self._stopping and not self._scheduler.has_work():
+                            self._wake.wait(timeout=1.0)
+                        elif not self._stopping:
+                            # Work that cannot run yet: it waits for blocks that another thread will free.
+                            self._wake.wait(timeout=0.05)
+        except Exception:
+            log.exception("engine_broken steps=%d", self.steps)
+            os._exit(EXIT_BROKEN)

@@ -1,0 +1,82 @@
+"""One gateway's session at a worker: frames out through a bounded buffer that the engine's output never waits for.
+
+When the buffer is full the gateway does not read; its session is reset, which cancels its attempts (DESIGN: engine output never
+blocks). Load reports double as heartbeats and are made when they are sent, so that they never queue up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from headrace.core.records import WorkerLedger
+from headrace.v1 import worker_pb2 as pb
+
+OUTBOUND_FRAMES = 8192
+REPORT_GAP_S = 0.02
+"""Load reports follow changes at this distance at least."""
+
+
+class GatewaySession:
+    """Lives on the event loop. `put` never blocks; `frames` is what the stream sends."""
+
+    def __init__(self, gateway_id: str, heartbeat_s: float, load: Callable[[int], pb.LoadReport]) -> None:
+        self.gateway_id = gateway_id
+        self.submit_seq = 0
+        self.overflowed = False
+        self._heartbeat_s = heartbeat_s
+        self._load = load
+        self._frames: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        self._reported_at = 0.0
+        self._stale_load = True
+
+    def put(self, frame: pb.SessionResponse) -> None:
+        if self._frames.qsize() >= OUTBOUND_FRAMES:
+            self.reset()
+        else:
+            self._frames.put_nowait(frame)
+
+    def reset(self) -> None:
+        """Ends the stream after what is queued was dropped."""
+        self.overflowed = True
+        while not self._frames.empty():
+            self._frames.get_nowait()
+        self._frames.put_nowait(None)
+
+    def load_changed(self) -> None:
+        self._stale_load = True
+
+    async def frames(self) -> AsyncIterator[pb.SessionResponse]:
+        """Everything put, and a load report after changes or after `heartbeat_s` without one."""
+        loop = asyncio.get_running_loop()
+        while True:
+            gap_s = REPORT_GAP_S if self._stale_load else self._heartbeat_s
+            wait_s = self._reported_at + gap_s - loop.time()
+            if wait_s <= 0:
+                self._reported_at = loop.time()
+                self._stale_load = False
+                yield pb.SessionResponse(load=self._load(self.submit_seq))
+                continue
+            try:
+                frame = await asyncio.wait_for(self._frames.get(), timeout=wait_s)
+            except TimeoutError:
+                continue
+            if frame is None:
+                return
+            yield frame
+
+
+def ledger_message(ledger: WorkerLedger) -> pb.WorkerLedger:
+    return pb.WorkerLedger(
+        queue_s=ledger.queue_s,
+        prefill_s=ledger.prefill_s,
+        sampling_s=ledger.sampling_s,
+        hand_off_s=ledger.hand_off_s,
+        decode_s=ledger.decode_s,
+        preempted_s=ledger.preempted_s,
+        cached_tokens=ledger.cached_tokens,
+        computed_tokens=ledger.computed_tokens,
+        bytes_moved=ledger.bytes_moved,
+        transfer_s=ledger.transfer_s,
+        lane=ledger.lane,
+    )
