@@ -1,12 +1,12 @@
 """The name of a KV block: a chained, domain-separated hash over everything its bytes depend on (SPEC C3).
 
-    model_identity  = H(model,  every field of IDENTITY_FIELDS)       one a deployment; the pairing fingerprint of workers
+    model_identity  = H(model,  every field of IDENTITY_FIELDS)       one a deployment; workers with equal ones may pair
     namespace       = H(tenant, secret, tenant, cache_salt)           made by the gateway, which alone knows tenants
     root  = h_0     = H(root,   model_identity, namespace, adapter)
     h_i             = H(block,  h_(i-1), number of tokens, tokens)    one for each full block
 
 A token's position is in the chain: block i's hash contains i predecessors. Every field is length-prefixed and carries
-its type, so that no two field lists give the same input. blake2b with 16-byte digests; the domain is blake2b's `person`.
+its type, so that no two field lists give the same input. blake2b with 16-byte digests, the domain in its `person`.
 
 Does not: keep any state, know what is cached, or use `hash()` (it differs from process to process).
 """
@@ -37,7 +37,7 @@ IDENTITY_FIELDS = frozenset(
         "kv_layout",
     }
 )
-"""C3 without the parts that differ by request (tokens, adapter, tenant namespace, cache_salt): those enter later links."""
+"""C3 without the parts that differ by request (tokens, adapter, tenant, cache_salt): those enter later links."""
 
 
 def root_hash(fields: Mapping[str, bytes | str | int]) -> bytes:
@@ -66,9 +66,10 @@ def model_identity(
 ) -> bytes:
     """Identity of what computes KV, 16 bytes. Workers may exchange KV only when theirs are equal.
 
-    `weights`: digest of the weights; `tokenizer`: digest of its files; `chat_template` and `tool_schema`: the text or its
-    version; `attention`: everything of RoPE and attention that shapes KV, canonically written (theta, scaling, window,
-    heads, qk-norm); `kv_layout`: `KvLayout.describe()`. The parallel degree is no part of it: a block's bytes do not depend on it.
+    `weights`: digest of the weights; `tokenizer`: digest of its files; `chat_template`, `tool_schema`: the text or
+    its version; `attention`: everything of RoPE and attention that shapes KV, canonically written (theta, scaling,
+    window, heads, qk-norm); `kv_layout`: `KvLayout.describe()`. The parallel degree is no part of it: bytes do not
+    depend on it.
     """
     return root_hash(
         {
