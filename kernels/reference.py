@@ -1,0 +1,72 @@
+"""The kernels' meaning in plain torch: slow, short, and what every other implementation is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [rows, K], weight: [N, K] -> [rows, N]."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [..., width] -> the same shape (Zhang and Sennrich 2019)."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up: [rows, 2 width] -> [rows, width]: silu(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [tokens, heads, dim], cos and sin: [tokens, dim / 2] -> rotated x, halves convention."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put k, v [tokens, kv_heads, dim] at `slots` (block * size + slot) of pool [block, head, layer, 2, slot, dim]."""
+    size = pool.shape[4]
+    pool[slots // size, :, layer, 0, slots % size] = k
+    pool[slots // size, :, layer, 1, slots % size] = v
+
+
+def attention(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    start_pos: Sequence[int],
+    num_tokens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of flattened rows q [tokens, heads, dim] over the pool -> [tokens, heads, dim].
+
+    window > 0: a query sees the `window` latest positions, itself included. Scores are scaled by dim ** -0.5.
+    """
+    out = torch.empty_like(q)
+    size = pool.shape[4]
+    done = 0
+    for start, count, table in zip(start_pos, num_tokens, block_tables, strict=True):
+        end = start + count
+        blocks = pool[list(table[: -(-end // size)]), :, layer]  # [blocks, kv_heads, 2, slot, dim]
+        kv = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :end]  # [2, kv_heads, keys, dim]
+        group = q.shape[1] // kv.shape[1]
+        k, v = kv.repeat_interleave(group, dim=1)
+        rows = q[done : done + count].transpose(0, 1)  # [heads, rows, dim]
+        scores = rows @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        behind = torch.arange(start, end)[:, None] - torch.arange(end)[None, :]
+        hidden = behind < 0
+        if window > 0:
+            hidden |= behind >= window
+        scores.masked_fill_(hidden, float("-inf"))
+        out[done : done + count] = (scores.softmax(-1) @ v).transpose(0, 1)
+        done += count
+    return out

@@ -1,0 +1,56 @@
+"""Memory of a KV pool: anonymous, in huge pages where the kernel gives them, checked against what is free before it is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import StartupError
+
+_HUGE = 2 << 20
+_MARGIN_BYTES = 128 << 20
+"""What must stay free beside the pool for everything else in the process to go on."""
+
+
+def available_bytes() -> int:
+    """Bytes that this process may still take: the least of MemAvailable and the room in its memory control group."""
+    limits = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        top = (group / "memory.max").read_text().strip()
+        if top != "max":
+            used = int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            limits.append(int(top) - used + int(stat.get("inactive_file", 0)))
+    return max(0, min(limits)) if limits else 1 << 62
+
+
+def allocate_pool(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A zeroed uint8 array of `num_bytes` that starts at a huge page border. It keeps its mapping alive.
+
+    Raises StartupError, with the bytes needed and available, when there is too little memory.
+    """
+    free = available_bytes()
+    if num_bytes + _MARGIN_BYTES > free:
+        raise StartupError(
+            f"too little memory for the KV pool: {num_bytes:,} bytes needed (and {_MARGIN_BYTES:,} beside it), {free:,} available"
+        )
+    try:
+        mapping = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        raise StartupError(
+            f"too little memory for the KV pool: {num_bytes:,} bytes needed, {free:,} available ({error})"
+        ) from error
+    with contextlib.suppress(OSError, AttributeError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    flat = np.frombuffer(mapping, np.uint8)
+    start = -flat.ctypes.data % _HUGE
+    return flat[start : start + num_bytes]
