@@ -1,0 +1,228 @@
+"""A worker's core in a box: builders with defaults, and a toy runner whose KV is the token ids themselves.
+
+The toy model's next token is a function of every token that the row *reads* through its block table, so a block that is
+shared, reused or cached too early changes outputs; and each row's history is compared slot by slot before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+
+from headrace.core.records import FinishReason
+from headrace.ids import RequestId, RequestKey
+from headrace.sampling import SamplingParams
+from workers.core.blocks import BlockPool
+from workers.core.limits import SchedulerSettings, end_reason
+from workers.core.plan import StepEvents, StepPlan, StepResult
+from workers.core.prefix_cache import PrefixCache
+from workers.core.request import Request, State
+from workers.core.scheduler import Scheduler
+
+EOS = 0
+ROOT = b"r" * 16
+
+
+def make_settings(**changes: object) -> SchedulerSettings:
+    values: dict[str, object] = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "long_prefill_token_threshold": 64,
+        "block_size": 4,
+        "max_waiting_requests": 100,
+        "max_waiting_tokens": 10_000,
+        "watermark_blocks": 0,
+        "max_model_len": 1_000,
+        "eos_token_ids": (EOS,),
+    }
+    return SchedulerSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def toy_token(history: Sequence[int], vocab: int, banned: Sequence[int] = ()) -> int:
+    """The toy model: a token in [0, vocab) that depends on every token of the history and is not banned."""
+    digest = blake2b(b"".join(t.to_bytes(4, "little") for t in history), digest_size=8).digest()
+    token = int.from_bytes(digest, "little") % vocab
+    while token in banned:
+        token = (token + 1) % vocab
+    return token
+
+
+def alone(request: Request, settings: SchedulerSettings, vocab: int) -> list[int]:
+    """Output of a run with nobody else, endless memory and no scheduler at all."""
+    twin = Request(RequestKey(-1), request.request_id, 0, list(request.prompt_ids), request.sampling, request.root)
+    while True:
+        floor = len(twin.output_ids) < request.sampling.min_tokens
+        eos = () if request.sampling.ignore_eos else settings.eos_token_ids
+        banned = eos + request.sampling.stop_token_ids if floor else ()
+        twin.append(toy_token(twin.token_ids, vocab, banned))
+        if end_reason(twin, settings) is not None:
+            return twin.output_ids
+
+
+class ToyRunner:
+    """`kv[block][slot]` is the token whose KV stands there, None when nothing was ever written."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab: int) -> None:
+        self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.block_size = block_size
+        self.vocab = vocab
+
+    def write(self, table: Sequence[int], position: int, token: int | None) -> None:
+        self.kv[table[position // self.block_size]][position % self.block_size] = token
+
+    def history(self, table: Sequence[int], num_tokens: int) -> list[int | None]:
+        return [self.kv[table[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
+
+    def run(self, plan: StepPlan, truth: dict[RequestKey, list[int]]) -> StepResult:
+        """`truth`: each row's own tokens, kept apart from the scheduler; the row must see exactly them."""
+        at, ids = 0, []
+        for row in range(plan.num_rows):
+            start, num = plan.start_pos[row], plan.num_tokens[row]
+            assert num >= 1
+            assert row >= plan.num_decode_rows or num == 1
+            for offset in range(num):
+                self.write(plan.block_tables[row], start + offset, plan.token_ids[at + offset])
+            at += num
+        assert at == len(plan.token_ids)
+        for row, key in enumerate(plan.keys):
+            end = plan.start_pos[row] + plan.num_tokens[row]
+            seen = self.history(plan.block_tables[row], end)
+            assert seen == truth[key][:end], f"row {row} of step {plan.step_id} reads KV that is not its own"
+            assert plan.samples[row] == (end == len(truth[key]))
+            if plan.samples[row]:
+                ids.append(toy_token(truth[key], self.vocab, plan.banned[row]))
+        return StepResult(ids, sample_s=0.25)
+
+
+@dataclass
+class World:
+    """One worker: scheduler, toy runner and a clock that moves one second a step."""
+
+    settings: SchedulerSettings = field(default_factory=make_settings)
+    num_blocks: int = 64
+    vocab: int = 50
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, self.settings.block_size)
+        self.cache = PrefixCache(self.pool)
+        self.scheduler = Scheduler(self.settings, self.pool, self.cache)
+        self.runner = ToyRunner(self.num_blocks, self.settings.block_size, self.vocab)
+        self.truth: dict[RequestKey, list[int]] = {}
+        self.seen: dict[RequestKey, Request] = {}
+        self.delivered: dict[RequestKey, list[int]] = {}
+        """What StepEvents delivered, on top of what an earlier attempt had."""
+        self.ended: dict[RequestKey, FinishReason] = {}
+        self._keys = count(1)
+
+    def make(
+        self,
+        prompt: int | Sequence[int],
+        max_tokens: int = 4,
+        *,
+        output: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = True,
+        stop: tuple[int, ...] = (),
+        root: bytes = ROOT,
+        hand_off: bool = False,
+        adopted: bool = False,
+        no_cache: bool = False,
+        deadline: float | None = None,
+    ) -> Request:
+        """`prompt`: token ids, or a length of a prompt like no other."""
+        key = RequestKey(next(self._keys))
+        ids = [1000 * int(key) + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+        sampling = SamplingParams(max_tokens, min_tokens, ignore_eos=ignore_eos, stop_token_ids=stop)
+        request = Request(
+            key,
+            RequestId(f"req-{key}"),
+            0,
+            ids,
+            sampling,
+            root,
+            output_ids=list(output),
+            hand_off=hand_off,
+            adopted=adopted,
+            no_cache=no_cache,
+            deadline=deadline,
+        )
+        self.truth[key] = [*ids, *output]
+        self.seen[key] = request
+        self.delivered[key] = list(output)
+        return request
+
+    def submit(self, *args: object, **kwargs: object) -> Request:
+        request = self.make(*args, **kwargs)  # type: ignore[arg-type]
+        assert self.scheduler.submit(request, self.now) is None
+        return request
+
+    def adopt(self, *args: object, **kwargs: object) -> Request:
+        request = self.make(*args, adopted=True, **kwargs)  # type: ignore[arg-type]
+        assert self.scheduler.adopt(request, self.now) is None
+        return request
+
+    def pull(self, request: Request, num_tokens: int | None = None) -> None:
+        """Let the KV of the request's first tokens land in the blocks that it does not share."""
+        size = self.settings.block_size
+        for position in range(request.stored_blocks * size, num_tokens or request.num_tokens):
+            self.runner.write(request.block_ids, position, self.truth[request.key][position])
+
+    def activate(self, request: Request) -> None:
+        """Hand over the token that the prefill worker would have sampled."""
+        num_tokens = request.num_tokens
+        token = toy_token(self.truth[request.key], self.vocab, self.scheduler_bans(request))
+        self.truth[request.key].append(token)
+        assert self.scheduler.activate(request.key, [*request.output_ids, token], num_tokens, self.now)
+
+    def scheduler_bans(self, request: Request) -> tuple[int, ...]:
+        sampling = request.sampling
+        if len(request.output_ids) >= sampling.min_tokens:
+            return ()
+        return sampling.stop_token_ids + (() if sampling.ignore_eos else self.settings.eos_token_ids)
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        return plan
+
+    def apply(self, plan: StepPlan) -> StepEvents:
+        result = self.runner.run(plan, self.truth)
+        self.now += 1.0
+        events = self.scheduler.apply(plan, result, self.now)
+        self.scheduler.check_integrity()
+        for key, offset, token in zip(events.token_keys, events.token_offsets, events.token_ids, strict=True):
+            assert offset == len(self.delivered[key])
+            self.delivered[key].append(token)
+            if len(self.seen[key].prompt_ids) + offset == len(self.truth[key]):
+                self.truth[key].append(token)
+        self.ended |= dict(events.finished)
+        return events
+
+    def step(self) -> StepEvents | None:
+        self.scheduler.reserve_adoptions(self.now)
+        plan = self.schedule()
+        return None if plan is None else self.apply(plan)
+
+    def run(self, limit: int = 10_000) -> int:
+        """Step until nothing can run; returns the number of steps."""
+        for steps in range(limit):
+            if self.step() is None:
+                return steps
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def assert_output_as_alone(self, request: Request) -> None:
+        assert self.delivered[request.key] == alone(request, self.settings, self.vocab)
+
+    def assert_drained(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.scheduler.requests == {}
+        assert self.pool.used_blocks == 0
+        assert self.pool.quarantined_blocks == 0
+        assert self.pool.available_blocks == self.num_blocks
+        assert self.scheduler.holders() == {}
+        load = self.scheduler.load(0, self.now)
+        assert (load.waiting_requests, load.waiting_tokens, load.running_requests, load.adopting_requests) == (0,) * 4
+        assert all(request.state in (State.FINISHED, State.WAITING) for request in self.seen.values())

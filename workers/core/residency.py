@@ -1,0 +1,102 @@
+"""A request's KV in the pool: taking blocks, growing, publishing finished ones in the prefix cache, giving them back.
+
+Does not: choose who gets blocks (the scheduler does) or move bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.errors import InvariantError
+from headrace.ids import RequestKey
+from kvtransfer.core.identity import block_hashes
+from workers.core.blocks import BlockPool
+from workers.core.limits import admission_tokens
+from workers.core.prefix_cache import PrefixCache
+from workers.core.request import Request, State
+
+
+def quarantine_holder(key: RequestKey) -> str:
+    """Under this name the pool keeps the targets of the request's unfinished reads."""
+    return f"read {key}"
+
+
+class Residency:
+    def __init__(self, pool: BlockPool, cache: PrefixCache) -> None:
+        self._pool = pool
+        self._cache = cache
+        self.prefix_lookups = 0
+        self.cached_tokens_hit = 0
+
+    def admit(self, request: Request, spare_blocks: int) -> bool:
+        """Take all blocks the request needs to start, sharing what the cache has now; False and no change when too few.
+
+        `spare_blocks` must remain available. A prefill never matches its last token (something has to yield the
+        logits); a new adoption may match all, since it computes nothing but the token that it is handed.
+        Sets block_ids, stored_blocks and computed_tokens.
+        """
+        to_be_pulled = request.adopted and request.state is State.WAITING
+        matched = self._match(request, request.num_tokens if to_be_pulled else request.num_tokens - 1)
+        need = self._pool.blocks_for(admission_tokens(request)) - len(matched)
+        idle = sum(1 for block in matched if self._pool.refs(block) == 0)
+        if need + idle + spare_blocks > self._pool.available_blocks:
+            return False
+        self._pool.incref(matched)
+        blocks = self._pool.alloc(need)
+        if blocks is None:
+            raise InvariantError("blocks that were counted as available are not")
+        request.block_ids = matched + blocks
+        request.stored_blocks = len(matched)
+        request.computed_tokens = len(matched) * self._pool.block_size
+        if not request.no_cache:
+            self.prefix_lookups += 1
+            self.cached_tokens_hit += request.computed_tokens
+        return True
+
+    def grow(self, request: Request) -> bool:
+        """Have room for every token of the request; one more block at most. False when the pool has none."""
+        if len(request.block_ids) * self._pool.block_size >= request.num_tokens:
+            return True
+        blocks = self._pool.alloc(1)
+        if blocks is None:
+            return False
+        request.block_ids.extend(blocks)
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Offer the blocks that computed_tokens has filled to the cache. Call only once their bytes are there."""
+        full = request.computed_tokens // self._pool.block_size
+        if request.no_cache or full <= request.stored_blocks:
+            return
+        self._hash(request, full)
+        for index in range(request.stored_blocks, full):
+            self._cache.insert(request.block_hashes[index], request.block_ids[index])
+        request.stored_blocks = full
+
+    def pull_targets(self, request: Request) -> Sequence[int]:
+        """Blocks of an adoption that its reads may write to: all but those it shares with the cache."""
+        return request.block_ids[request.stored_blocks :]
+
+    def release(self, request: Request, quarantined: Sequence[int] = ()) -> None:
+        """Give back all blocks; `quarantined` ones of them stay aside until `quarantine_holder` is released."""
+        aside = frozenset(quarantined)
+        if not aside.issubset(request.block_ids):
+            raise InvariantError(f"request {request.key}: a read into blocks that it does not have")
+        self._pool.quarantine(quarantined, quarantine_holder(request.key))
+        self._pool.decref(block for block in reversed(request.block_ids) if block not in aside)
+        request.block_ids = []
+        request.stored_blocks = 0
+        request.computed_tokens = 0
+
+    def _match(self, request: Request, num_tokens: int) -> list[int]:
+        full = num_tokens // self._pool.block_size
+        if request.no_cache or full == 0:
+            return []
+        self._hash(request, full)
+        return self._cache.match(request.block_hashes[:full])
+
+    def _hash(self, request: Request, num_blocks: int) -> None:
+        if len(request.block_hashes) < num_blocks:
+            request.block_hashes = block_hashes(
+                request.root, request.token_ids, self._pool.block_size, request.block_hashes
+            )

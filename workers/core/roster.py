@@ -1,0 +1,225 @@
+"""Who is on this worker: requests come in, get or change blocks, and leave; steps are the scheduler's.
+
+Nobody waits while it holds a part of what it needs: an adoption takes all its blocks or none. Preempted requests are
+let in first; prefills and adoptions otherwise share one order of arrival. A request that ends while a step names its
+blocks is FINISHED at once, and its blocks are given back when that step is applied.
+
+Does not: read clocks, move bytes, talk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from headrace.core.records import FinishReason
+from headrace.errors import InvariantError, Rejected
+from headrace.ids import RequestKey
+from workers.core.blocks import BlockPool
+from workers.core.limits import SchedulerSettings, refusal
+from workers.core.packing import Flight
+from workers.core.prefix_cache import PrefixCache
+from workers.core.queues import Queues
+from workers.core.request import Request, State
+from workers.core.residency import Residency, quarantine_holder
+from workers.core.stages import Stage
+
+
+class Roster:
+    """See `workers.core.scheduler.Scheduler`, which is the one that workers make."""
+
+    def __init__(self, settings: SchedulerSettings, pool: BlockPool, cache: PrefixCache) -> None:
+        if settings.block_size != pool.block_size:
+            raise InvariantError("settings and pool differ in block_size")
+        self.requests: dict[RequestKey, Request] = {}
+        """Everybody who holds or awaits something here; forgets a request as soon as its blocks are back."""
+        self._settings = settings
+        self._pool = pool
+        self._cache = cache
+        self._residency = Residency(pool, cache)
+        self._queues = Queues()
+        self._flight: Flight | None = None
+        self._arrivals = 0
+        self._deadlines: list[tuple[float, RequestKey]] = []
+
+    # ---- coming in
+
+    def submit(self, request: Request, now: float) -> Rejected | None:
+        """Queue a request to be prefilled here. `queue_full`, or a reason of `limits.refusal`."""
+        if request.adopted:
+            raise InvariantError(f"request {request.key} is to be adopted, not prefilled")
+        queues, settings = self._queues, self._settings
+        over = queues.waiting_tokens + request.num_tokens > settings.max_waiting_tokens
+        full = len(queues.waiting) >= settings.max_waiting_requests or (over and bool(queues.waiting))
+        rejected = self._accept(request, full, now)
+        if rejected is None:
+            request.clock.enter(Stage.QUEUE, now)
+        return rejected
+
+    def adopt(self, request: Request, now: float) -> Rejected | None:
+        """Queue a request whose KV will be pulled (`request.adopted`). Reasons as for submit."""
+        if not request.adopted or request.hand_off:
+            raise InvariantError(f"request {request.key} is not one to adopt")
+        return self._accept(request, len(self._queues.adopting) >= self._settings.max_waiting_requests, now)
+
+    def reserve_adoptions(self, now: float) -> list[RequestKey]:
+        """Give blocks to as many adoptions as fit, in order: `computed_tokens` of each are in blocks that it shares
+        with the cache, its other tokens are to be pulled into its other blocks."""
+        reserved: list[RequestKey] = []
+        while (request := self._queues.next_adoption()) is not None:
+            if not self._residency.admit(request, self._spare_blocks()):
+                break
+            request.ledger.cached_tokens = request.computed_tokens
+            self._queues.move(request, State.TRANSFERRING, now)
+            reserved.append(request.key)
+        return reserved
+
+    def activate(self, key: RequestKey, output_ids: Sequence[int], num_tokens: int, now: float) -> bool:
+        """All KV of the first `num_tokens` tokens is here and verified: the request decodes from the next step on.
+
+        `output_ids`: all output over all attempts, the last just sampled by the peer. False when the request is gone or
+        already active. Raises InvariantError when the numbers do not fit the request.
+        """
+        request = self.requests.get(key)
+        if request is None or not request.adopted or request.state is not State.TRANSFERRING:
+            return False
+        known = len(request.output_ids)
+        if list(output_ids[:known]) != request.output_ids or len(output_ids) <= known:
+            raise InvariantError(f"request {key}: handed-off output does not continue the known one")
+        room = len(request.block_ids) * self._pool.block_size
+        if num_tokens != len(request.prompt_ids) + len(output_ids) - 1 or num_tokens > room:
+            raise InvariantError(f"request {key}: handed-off KV does not cover all tokens but the last")
+        for token_id in output_ids[known:]:
+            request.append(token_id)
+        request.computed_tokens = num_tokens
+        self._residency.publish(request)
+        self._queues.move(request, State.DECODING, now)
+        request.clock.enter(Stage.QUEUE, now)
+        return True
+
+    # ---- going out
+
+    def finish(self, key: RequestKey, reason: FinishReason, now: float) -> bool:
+        """End a request in whatever state. False when it is unknown or has ended: a second call changes nothing.
+
+        An adoption that is being pulled is ended as by `finish_adoption` with every pull target quarantined.
+        """
+        request = self.requests.get(key)
+        if request is None or request.state is State.FINISHED:
+            return False
+        pulling = request.adopted and request.state is State.TRANSFERRING
+        self._end(request, reason, now, self._residency.pull_targets(request) if pulling else ())
+        return True
+
+    def finish_adoption(self, key: RequestKey, reason: FinishReason, quarantined: Sequence[int], now: float) -> bool:
+        """End an adoption that is not active; only the `quarantined` pull targets may still be written to.
+
+        They stay aside until `release_quarantine(key)`. False when the request is gone, has ended, or is active.
+        """
+        request = self.requests.get(key)
+        if request is None or not request.adopted or request.state not in (State.WAITING, State.TRANSFERRING):
+            return False
+        self._end(request, reason, now, quarantined)
+        return True
+
+    def release_quarantine(self, key: RequestKey) -> int:
+        """The reads of an ended adoption are terminal: its blocks are free. Returns how many (0: there were none)."""
+        return self._pool.release_quarantine(quarantine_holder(key))
+
+    def release_handed_off(self, key: RequestKey, now: float) -> bool:
+        """The reader has what it needs. False when the request is gone; InvariantError when it was never handed off."""
+        request = self.requests.get(key)
+        if request is None or request.state is State.FINISHED:
+            return False
+        if not request.hand_off or request.state is not State.TRANSFERRING:
+            raise InvariantError(f"request {key} is released by a reader in state {request.state}")
+        self._end(request, FinishReason.HANDED_OFF, now)
+        return True
+
+    def expire(self, now: float) -> list[RequestKey]:
+        """End the requests whose deadline has passed, as `finish` does; in order of their deadlines."""
+        expired: list[RequestKey] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heappop(self._deadlines)
+            if self.finish(key, FinishReason.DEADLINE, now):
+                expired.append(key)
+        return expired
+
+    # ---- readers
+
+    def pin(self, key: RequestKey) -> bool:
+        """A reader's lease is open on a hand_off request: it is no victim. False when the request is gone."""
+        request = self.requests.get(key)
+        if request is None or request.state is State.FINISHED:
+            return False
+        if not request.hand_off:
+            raise InvariantError(f"request {key} has no reader")
+        request.pinned = True
+        return True
+
+    def unpin(self, key: RequestKey) -> None:
+        """The lease is over, the request is not."""
+        if (request := self.requests.get(key)) is not None:
+            request.pinned = False
+
+    # ---- looking
+
+    def holders(self) -> dict[str, int]:
+        """Who holds how many blocks; a shared block counts for each of its holders."""
+        held = {
+            f"request {request.request_id}/{request.attempt}": len(request.block_ids)
+            for request in self.requests.values()
+            if request.block_ids
+        }
+        return held | {f"quarantine {name}": n for name, n in self._pool.quarantine_holders().items()}
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError unless blocks, references, cache entries and queues agree. O(blocks + tokens held)."""
+        self._pool.check_integrity()
+        self._cache.check_integrity()
+        self._queues.check_integrity()
+        dropped = [] if self._flight is None else self._flight.dropped
+        known = {request.key for request in [*self._queues.all(), *dropped]}
+        if known != self.requests.keys():
+            raise InvariantError("a request is in no queue, or in one although it is forgotten")
+        refs = Counter(block for request in self.requests.values() for block in request.block_ids)
+        if any(self._pool.refs(block) != refs[block] for block in range(self._pool.num_blocks)):
+            raise InvariantError("references to blocks and block tables differ")
+        for request in self.requests.values():
+            if request.computed_tokens > min(len(request.block_ids) * self._pool.block_size, request.num_tokens):
+                raise InvariantError(f"request {request.key} has computed more than it has room for")
+
+    # ---- inside
+
+    def _accept(self, request: Request, full: bool, now: float) -> Rejected | None:
+        if request.key in self.requests or request.state is not State.WAITING:
+            raise InvariantError(f"request {request.key} is submitted twice")
+        rejected = refusal(request, self._settings, self._pool.num_blocks)
+        if rejected is None and full:
+            rejected = Rejected("queue_full")
+        if rejected is not None:
+            return rejected
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        request.accepted_at = now
+        self.requests[request.key] = request
+        self._queues.add(request)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.key))
+        return None
+
+    def _spare_blocks(self) -> int:
+        return self._settings.watermark_blocks if self._queues.num_computing or self._queues.reserved else 0
+
+    def _end(self, request: Request, reason: FinishReason, now: float, quarantined: Sequence[int] = ()) -> None:
+        self._queues.move(request, State.FINISHED, now)
+        request.finish_reason = reason
+        if self._flight is not None and request.key in self._flight.rows:
+            self._flight.dropped.append(request)
+        else:
+            self._forget(request, quarantined)
+
+    def _forget(self, request: Request, quarantined: Sequence[int] = ()) -> None:
+        self._residency.release(request, quarantined)
+        del self.requests[request.key]
