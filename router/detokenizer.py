@@ -1,11 +1,11 @@
 """Token ids back to text, piece by piece, without ever showing half a character.
 
-A byte-level or byte-fallback tokenizer is a function id -> bytes; the text is the UTF-8 reading of the joined bytes, so an
-incremental UTF-8 decoder gives exactly the text of a whole decode at O(1) a token. Other decoders (WordPiece, CTC, ...)
-are read through a short window of whole decodes.
+A byte-level or byte-fallback tokenizer is a function id -> bytes; the text is the UTF-8 reading of the joined bytes,
+so an incremental UTF-8 decoder gives exactly the text of a whole decode at O(1) a token. Other decoders (WordPiece,
+CTC, ...) are read through a short window of whole decodes.
 
-The one difference to a whole decode: a byte-fallback run that holds an invalid byte keeps its valid characters here, where
-the library replaces the whole run.
+The one difference to a whole decode: a byte-fallback run that holds an invalid byte keeps its valid characters here,
+where the library replaces the whole run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def _byte_rule(decoder: dict[str, object] | None) -> _ByteRule | None:
 
 
 class PieceTable:
-    """id -> bytes of one tokenizer, filled as ids are met. Ids unknown to the tokenizer are empty, as in a whole decode."""
+    """id -> bytes of one tokenizer, filled as ids are met. Ids unknown to the tokenizer are empty, as in a whole
+    decode.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -119,7 +121,8 @@ class PieceTable:
 class IncrementalDetokenizer:
     """Text of one branch's output tokens. `push` returns what became readable, `flush` the rest; both mutate.
 
-    The deltas joined are the whole decode of the same ids. U+FFFD appears only for bytes that no later token can complete.
+    The deltas joined are the whole decode of the same ids. U+FFFD appears only for bytes that no later token can
+    complete.
     """
 
     def __init__(self, text: TextModel, skip_special_tokens: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""What the public edge says to options that this server knows but does not serve: neutral values pass, others are refused.
+"""What the public edge says to options that this server knows but does not serve: neutral values pass, others are
+refused.
 
 A value of the wrong type or out of range is the caller's mistake (INVALID_ARGUMENT); a proper one that would change the
 output is UNIMPLEMENTED; one that only other servers' insides may set is INVALID_ARGUMENT. Nothing is silently ignored.
@@ -62,6 +63,11 @@ def _note(max_chars: int) -> Check:
         string(field, value, max_chars)
 
     return check
+
+
+def _empty_string(field: str, value: object) -> None:
+    if string(field, value, 1 << 20):
+        raise unimplemented(field)
 
 
 def _empty_list(field: str, value: object) -> None:
@@ -143,7 +149,7 @@ NOT_SERVED: Mapping[str, Check] = {
     "use_beam_search": _boolean(False),
     "early_stopping": _boolean(False),
     "echo": _boolean(False),
-    "suffix": _note(0),
+    "suffix": _empty_string,
     "skip_special_tokens": _boolean(True),
     "spaces_between_special_tokens": _boolean(None),
     "truncate_prompt_tokens": _unbuilt,
@@ -189,7 +195,9 @@ NOT_SERVED_CHAT: Mapping[str, Check] = {
 _INTERNAL_PREFIXES = ("kv_transfer", "bootstrap_", "remote_", "disagg")
 
 
-def check_fields(raw: Mapping[str, object], served: frozenset[str], not_served: Mapping[str, Check], vocab: int) -> None:
+def check_fields(
+    raw: Mapping[str, object], served: frozenset[str], not_served: Mapping[str, Check], vocab: int
+) -> None:
     """Every field of `raw` is served, or known and neutral; else the refusal names it."""
     for name, value in raw.items():
         if name in served:

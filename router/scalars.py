@@ -1,4 +1,5 @@
-"""Checks of single values from outside. Each returns the value in its own type or raises INVALID_ARGUMENT naming field and limit.
+"""Checks of single values from outside. Each returns the value in its own type or raises INVALID_ARGUMENT naming
+field and limit.
 
 Messages never contain the value: it may be a megabyte, and it is the caller's.
 """

@@ -1,7 +1,7 @@
 """The model's chat template in a sandbox: messages in, prompt text out.
 
-Filters and globals are those that Hugging Face templates expect (`raise_exception`, `strftime_now`, `tojson`, loop controls,
-the `generation` block).
+Filters and globals are those that Hugging Face templates expect (`raise_exception`, `strftime_now`, `tojson`, loop
+controls, the `generation` block).
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Raises INVALID_ARGUMENT on `messages`: with the template's own words when it refused, in general words when it failed."""
+        """Raises INVALID_ARGUMENT on `messages`: in the template's own words when it refused, in general ones when
+        it failed.
+        """
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],

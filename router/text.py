@@ -1,4 +1,5 @@
-"""The model's words: tokenizer, chat template, special tokens and default sampling, read from the prepared model folder.
+"""The model's words: tokenizer, chat template, special tokens and default sampling, read from the prepared model
+folder.
 
 No transformers import: it costs seconds at start and its fast tokenizers are the same library.
 """
@@ -90,16 +91,17 @@ class TextModel:
     def dtype(self) -> str:
         return str(self._config.get("dtype") or self._config.get("torch_dtype") or "")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises INVALID_ARGUMENT on `prompt` for a lone surrogate, naming its offset."""
-        check_unicode("prompt", text)
+    def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+        """Token ids. Raises INVALID_ARGUMENT on `field` for a lone surrogate, naming its offset."""
+        check_unicode(field, text)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode` without holding the event loop for long texts. Bound the text with `can_fit` before."""
+    async def encode_async(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+        """`encode` without holding the event loop for long texts. Bound the text with `max_chars` before."""
         if len(text) <= _INLINE_CHARS:
-            return self.encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode, text, add_special_tokens)
+            return self.encode(text, add_special_tokens, field)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.encode, text, add_special_tokens, field)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt text; encode it with add_special_tokens=False, the template writes them itself."""
@@ -123,9 +125,9 @@ class TextModel:
         """The token as the vocabulary writes it; '' for an id that only the embedding has."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def can_fit(self, num_chars: int, num_tokens: int) -> bool:
-        """False: a text of so many characters surely has more tokens than that. Cheap enough for any size."""
-        return num_chars <= num_tokens * self._most_chars
+    def max_chars(self, num_tokens: int) -> int:
+        """A longer text surely has more tokens than that: a bound that needs no tokenizing."""
+        return num_tokens * self._most_chars
 
     def identity_digest(self) -> bytes:
         """16 bytes over tokenizer, template and special tokens: what turns a request's text into ids."""
@@ -172,7 +174,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _template_source(folder: Path, tokenizer_config: Mapping[str, object], override: str | None) -> str | None:
-    """The caller's file, else chat_template.jinja, else tokenizer_config.json (its `default` where it lists several)."""
+    """The caller's file, else chat_template.jinja, else tokenizer_config.json (`default` where it lists several)."""
     path = Path(override) if override is not None else folder / "chat_template.jinja"
     try:
         return path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """From raw values of either door to SamplingParams and GenerationSpec, under the deployment's limits. Pure.
 
-Order of refusal: type and range of every option first (cheap, whatever the prompt), then the prompt, then both together.
+Order of refusal: type and range of every option (cheap, whatever the prompt), then the prompt, then both together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from router.text import TextModel, check_unicode
 MAX_STOP_TOKEN_IDS = 64
 MAX_SALT_CHARS = 256
 MAX_DEADLINE_S = 3600.0
-MAX_MESSAGES = 2048
 _GREEDY_BELOW = 1e-5
 """Logits divided by less overflow float32; the draw would be the arg max anyway."""
 
@@ -88,7 +87,7 @@ class Caller:
 
 
 def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
-    """Reads the option fields of `raw`; None and absent mean the default. Fields of no concern here are not looked at."""
+    """Reads the option fields of `raw`; None and absent mean the default. Other fields are not looked at."""
 
     def given(name: str) -> object | None:
         return raw.get(name)

@@ -1,0 +1,327 @@
+"""The gRPC door: headrace.v1.Inference, health and reflection on one port.
+
+An error is a status with a message for people and trailing metadata for programs: `headrace-field`, `retry-after-ms`.
+Handlers write with `context.write` in their own task, so that a cancelled RPC closes its `generate()` iterator at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Self
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from headrace.errors import Code, HeadraceError, InvariantError, invalid
+from headrace.v1 import inference_pb2 as pb
+from headrace.v1 import inference_pb2_grpc
+from router.api import Delta, Explanation, GatewayService, GenerationSpec
+from router.auth import Authenticator, metadata_value
+from router.door import Door, Prompt
+from router.grpc_health import ReadinessHealth
+from router.messages import parse_messages
+from router.metrics import DoorMetrics
+from router.scalars import label
+from router.spec import GatewaySpec
+from router.validate import Caller, Options, parse_options
+
+log = logging.getLogger("headrace.router.grpc")
+
+SERVICE = "headrace.v1.Inference"
+FIELD_KEY = "headrace-field"
+RETRY_KEY = "retry-after-ms"
+MAX_MESSAGE_BYTES = 32 << 20
+_SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos")
+"""Scalars of SamplingOptions; each is `optional`, so presence tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What ModelInfo says beyond the text side and the spec."""
+
+    block_size: int = 0
+    dtype: str = ""
+
+
+class GrpcDoor:
+    """A grpc.aio server with Inference, health and reflection. More services may be added to `server` before
+    `start`.
+    """
+
+    def __init__(self, server: grpc.aio.Server, health_service: ReadinessHealth) -> None:
+        self.server = server
+        self.health = health_service
+
+    def bind(self, address: str) -> int:
+        """The bound port. Raises RuntimeError when the address is in use."""
+        return self.server.add_insecure_port(address)
+
+    async def start(self) -> None:
+        await self.server.start()
+
+    def set_serving(self, serving: bool) -> None:
+        """False announces a drain: health answers NOT_SERVING at once, calls go on."""
+        self.health.set_serving(serving)
+
+    async def stop(self, grace: float | None) -> None:
+        """No new calls; running ones have `grace` seconds and are cancelled then."""
+        await self.server.stop(grace)
+
+
+def build_server(
+    gateway: GatewayService,
+    spec: GatewaySpec,
+    authenticator: Authenticator | None = None,
+    *,
+    metrics: DoorMetrics | None = None,
+    facts: ModelFacts | None = None,
+    more_services: Sequence[str] = ("headrace.v1.Admin",),
+) -> GrpcDoor:
+    """The door without a port yet. `more_services`: full names, for health and reflection, of what the caller adds."""
+    server = grpc.aio.server(options=server_options(spec))
+    names = (SERVICE, *more_services)
+    health_service = ReadinessHealth(gateway.ready, names)
+    servicer = InferenceServicer(Door(gateway, spec, metrics, authenticator), facts or ModelFacts())
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return GrpcDoor(server, health_service)
+
+
+def server_options(spec: GatewaySpec) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Clients may ping every 10 s, also while a long prefill sends nothing or no call is open.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_concurrent_streams", 2 * spec.max_live_requests),
+        # A second server on the same port must fail, not share it.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, door: Door, facts: ModelFacts) -> None:
+        self._door = door
+        self._facts = facts
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
+        async with _Call(self._door, context, "Generate") as call:
+            spec, request_id = await self._prepare(request, context, call.tenant)
+            answer = _Answer(request_id, self._door.spec.served_model_name, len(spec.sampling))
+            async with call.deltas(spec) as source:
+                async for delta in source:
+                    answer.add(delta)
+            return answer.message()
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        async with _Call(self._door, context, "GenerateStream") as call:
+            spec, request_id = await self._prepare(request, context, call.tenant)
+            async with call.deltas(spec) as source:
+                async for delta in source:
+                    await context.write(_chunk(request_id, delta))
+
+    async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
+        async with _Call(self._door, context, "Cancel") as call:
+            name = label("request_id", request.request_id)
+            if not name:
+                raise invalid("request_id", "must have at least 1 character")
+            return pb.CancelResponse(cancelled=await self._door.gateway.cancel(call.tenant, name))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        async with _Call(self._door, context, "Tokenize"):
+            self._door.check_model(request.model)
+            kind = request.WhichOneof("input")
+            if kind == "chat":
+                prompt = self._chat_prompt(request.chat)
+            elif kind == "prompt":
+                prompt = Prompt("prompt", text=request.prompt)
+            else:
+                raise invalid("prompt", "one of prompt or chat is needed")
+            ids = await self._door.encode(prompt)
+            return pb.TokenizeResponse(token_ids=ids, max_model_len=self._door.spec.max_model_len)
+
+    async def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfoResponse:
+        async with _Call(self._door, context, "ModelInfo"):
+            door = self._door
+            door.check_model(request.model)
+            return pb.ModelInfoResponse(
+                model=door.spec.served_model_name,
+                architecture=door.text.architecture,
+                vocab_size=door.text.vocab_size,
+                max_model_len=door.spec.max_model_len,
+                block_size=self._facts.block_size,
+                dtype=self._facts.dtype or door.text.dtype,
+                fingerprint=door.gateway.fingerprint(),
+                eos_token_ids=door.text.eos_token_ids,
+            )
+
+    async def _prepare(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, tenant: str
+    ) -> tuple[GenerationSpec, str]:
+        """The checked call, and the id that its messages carry: the client's label or a random name."""
+        door = self._door
+        received_at = door.clock()
+        _check_unknown(request, request.sampling)
+        door.check_model(request.model)
+        name = label("request_id", request.request_id)
+        options = self._options(request)
+        left = context.time_remaining()
+        if left is not None and left <= 0:
+            raise HeadraceError(Code.DEADLINE_EXCEEDED, "the deadline is over")
+        caller = Caller(tenant, name, left, received_at)
+        spec = await door.prepare(self._prompt(request), options, caller, explain=request.explain)
+        return spec, name or f"gen-{secrets.token_hex(12)}"
+
+    def _options(self, request: pb.GenerateRequest) -> Options:
+        sampling = request.sampling
+        raw: dict[str, object] = {name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)}
+        if len(sampling.stop):
+            # A slice one longer than the limit is enough to be refused by it.
+            raw["stop"] = list(sampling.stop[: self._door.limits.max_stop_strings + 1])
+        if len(sampling.stop_token_ids):
+            raw["stop_token_ids"] = list(sampling.stop_token_ids)
+        if request.cache_salt:
+            raw["cache_salt"] = request.cache_salt
+        raw["no_cache"] = request.no_cache
+        return parse_options(raw, self._door.limits)
+
+    def _prompt(self, request: pb.GenerateRequest) -> Prompt:
+        match request.WhichOneof("input"):
+            case "prompt":
+                if not request.prompt:
+                    raise invalid("prompt", "must have at least 1 character")
+                return Prompt("prompt", text=request.prompt)
+            case "token_ids":
+                return Prompt("token_ids", ids=request.token_ids.ids)
+            case "chat":
+                return self._chat_prompt(request.chat)
+            case _:
+                raise invalid("prompt", "one of prompt, token_ids or chat is needed")
+
+    def _chat_prompt(self, chat: pb.ChatMessages) -> Prompt:
+        raw = [{"role": message.role, "content": message.content} for message in chat.messages]
+        messages = parse_messages(raw, self._door.max_prompt_chars)
+        return Prompt("messages", messages=messages, add_special_tokens=False)
+
+
+class _Call:
+    """Around every handler: knows the tenant, turns an error inside into the RPC's status."""
+
+    tenant: str
+
+    def __init__(self, door: Door, context: grpc.aio.ServicerContext, method: str) -> None:
+        self._door = door
+        self._context = context
+        self._method = method
+        self._running = False
+
+    async def __aenter__(self) -> Self:
+        try:
+            self.tenant = self._door.auth.tenant(metadata_value(self._context.invocation_metadata(), "authorization"))
+        except HeadraceError as error:
+            await self._refuse(error)
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, HeadraceError):
+            await self._refuse(error)
+        elif isinstance(error, Exception) and not isinstance(error, (InvariantError, grpc.aio.AbortError)):
+            log.error("a call of %s failed", self._method, exc_info=error)
+            await self._context.abort(grpc.StatusCode.INTERNAL, "internal error")
+
+    def deltas(self, spec: GenerationSpec) -> aclosing[AsyncGenerator[Delta, None]]:
+        """The running call; from here on its meter counts how it ends."""
+        self._running = True
+        return aclosing(self._door.deltas(self._method, spec))
+
+    async def _refuse(self, error: HeadraceError) -> None:
+        if not self._running:
+            self._door.metrics.refused(self._method, error.code)
+        trailers = []
+        if error.field is not None:
+            trailers.append((FIELD_KEY, error.field.encode("ascii", "replace").decode()))
+        if error.retry_after_s is not None:
+            trailers.append((RETRY_KEY, str(round(error.retry_after_s * 1000))))
+        await self._context.abort(grpc.StatusCode[error.code.name], error.message, tuple(trailers))
+
+
+def _check_unknown(*messages: Message) -> None:
+    """An option of a newer protocol must not be ignored: it would change the answer."""
+    for message in messages:
+        for unknown in UnknownFieldSet(message):
+            raise invalid(message.DESCRIPTOR.name, f"field number {unknown.field_number} is unknown to this server")
+
+
+class _Answer:
+    """Collects the deltas of one unary call."""
+
+    def __init__(self, request_id: str, model: str, n: int) -> None:
+        self._message = pb.GenerateResponse(request_id=request_id, model=model)
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._choices = [self._message.choices.add(index=index) for index in range(n)]
+
+    def add(self, delta: Delta) -> None:
+        choice = self._choices[delta.index]
+        self._texts[delta.index].append(delta.text)
+        choice.token_ids.extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+        _close(self._message, delta)
+
+    def message(self) -> pb.GenerateResponse:
+        for choice, texts in zip(self._choices, self._texts, strict=True):
+            choice.text = "".join(texts)
+        return self._message
+
+
+def _chunk(request_id: str, delta: Delta) -> pb.GenerateStreamResponse:
+    chunk = pb.GenerateStreamResponse(
+        request_id=request_id,
+        choices=[
+            pb.Choice(
+                index=delta.index,
+                text=delta.text,
+                token_ids=delta.token_ids,
+                finish_reason=delta.finish_reason or "",
+            )
+        ],
+    )
+    _close(chunk, delta)
+    return chunk
+
+
+def _close(message: pb.GenerateResponse | pb.GenerateStreamResponse, delta: Delta) -> None:
+    if delta.usage is not None:
+        message.usage.prompt_tokens = delta.usage.prompt_tokens
+        message.usage.completion_tokens = delta.usage.completion_tokens
+        message.usage.cached_tokens = delta.usage.cached_tokens
+    if delta.explanation is not None:
+        message.explanation.CopyFrom(_explanation(delta.explanation))
+
+
+def _explanation(explanation: Explanation) -> pb.Explanation:
+    return pb.Explanation(
+        mode=explanation.mode,
+        prefill_worker=explanation.prefill_worker,
+        decode_worker=explanation.decode_worker,
+        attempts=explanation.attempts,
+        cached_tokens=explanation.cached_tokens,
+        bytes_moved=explanation.bytes_moved,
+        lane=explanation.lane,
+        ttft_ms=explanation.ttft_ms,
+        total_ms=explanation.total_ms,
+        second_token_gap_ms=explanation.second_token_gap_ms,
+        to_first_token=[pb.Stage(name=name, ms=ms) for name, ms in explanation.to_first_token],
+        to_end=[pb.Stage(name=name, ms=ms) for name, ms in explanation.to_end],
+    )
