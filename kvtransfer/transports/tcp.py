@@ -1,0 +1,260 @@
+"""Transport over plain TCP: always there, and it fences an abandoned read at once by closing the connection.
+
+One connection carries one read at a time; idle ones are kept for the next. After the handshake (`tcp_wire`), repeated:
+
+    client: {blocks: u32 ids}
+    server: {} | {refused}, then the raw bytes of the blocks in that order
+
+Block bytes go from pool to socket and from socket to pool without a copy in between. They are neither encrypted nor
+signed: the port belongs on the cluster's private network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from headrace.errors import InvariantError
+from kvtransfer.transports.base import (
+    Descriptor,
+    Peer,
+    Pool,
+    PoolBytes,
+    Progress,
+    Pull,
+    TransferError,
+    TransferFault,
+    failed_pull,
+    runs,
+)
+from kvtransfer.transports.tcp_wire import (
+    HANDSHAKE_S,
+    check_answer,
+    dial,
+    is_quiet,
+    recv_frame,
+    send_frame,
+    tune,
+    welcome,
+)
+
+MAX_BLOCKS_A_REQUEST = 1 << 16
+PIECE_BYTES = 1 << 20
+"""The event loop gets a turn at least this often."""
+MAX_CONNECTIONS = 1024
+MAX_IDLE_A_PEER = 4
+
+
+@dataclass(slots=True)
+class TcpPeer:
+    peer_id: str
+    num_blocks: int
+    descriptor: bytes
+    host: str
+    port: int
+    idle: list[socket.socket] = field(default_factory=list)
+    closed: bool = False
+
+
+class TcpTransport:
+    name = "tcp"
+
+    def __init__(self, peer_id: str, token: str, host: str = "127.0.0.1", read_timeout_s: float = 30.0) -> None:
+        self.peer_id = peer_id
+        self._token = token
+        self._host = host
+        self._read_timeout_s = read_timeout_s
+        self._pool: Pool | None = None
+        self._listener: socket.socket | None = None
+        self._peers: dict[str, TcpPeer] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._reading: set[asyncio.Task[None]] = set()
+
+    async def start(self, memory: PoolBytes, block_bytes: int) -> None:
+        self._pool = Pool(memory, block_bytes)
+        family = (await asyncio.get_running_loop().getaddrinfo(self._host, 0, type=socket.SOCK_STREAM))[0][0]
+        self._listener = socket.create_server((self._host, 0), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self._spawn(self._serving, self._accept(self._listener))
+
+    def descriptor(self) -> bytes:
+        if self._listener is None:
+            raise InvariantError("the transport is not started")
+        pool, address = self._own_pool(), self._listener.getsockname()
+        details = msgpack.packb([address[0], address[1]])
+        return Descriptor(self.name, self.peer_id, pool.num_blocks, pool.block_bytes, details).encode()
+
+    async def connect(self, peer_id: str, descriptor: bytes) -> TcpPeer:
+        known = self._peers.get(peer_id)
+        if known is not None and known.descriptor == descriptor:
+            return known
+        found = Descriptor.decode(descriptor, self.name, peer_id, self._own_pool().block_bytes)
+        try:
+            host, port = msgpack.unpackb(found.details)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
+        peer = TcpPeer(peer_id, found.num_blocks, descriptor, host, port)
+        _give_back(peer, await dial(peer.host, peer.port, self._token, peer.peer_id))
+        if known is not None:
+            await self.disconnect(known)
+        self._peers[peer_id] = peer
+        return peer
+
+    def pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
+        loop = asyncio.get_running_loop()
+        if not isinstance(peer, TcpPeer):
+            raise InvariantError("a peer of another transport")
+        try:
+            self._own_pool().check_targets(remote_blocks, local_blocks, peer.num_blocks)
+        except TransferError as error:
+            return failed_pull(loop, error)
+        pull = Pull(loop, lambda: _cancel(task))
+        task = self._spawn(self._reading, self._read(peer, list(remote_blocks), list(local_blocks), pull))
+        task.add_done_callback(lambda _: pull.abort())
+        return pull
+
+    async def disconnect(self, peer: Peer) -> None:
+        if self._peers.get(peer.peer_id) is peer:
+            del self._peers[peer.peer_id]
+        if isinstance(peer, TcpPeer):
+            peer.closed = True
+            while peer.idle:
+                peer.idle.pop().close()
+
+    async def close(self) -> None:
+        tasks = self._serving | self._reading
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for peer in list(self._peers.values()):
+            await self.disconnect(peer)
+        if self._listener is not None:
+            self._listener.close()
+
+    def twin(self, peer_id: str) -> TcpTransport:
+        return TcpTransport(peer_id, self._token, self._host, self._read_timeout_s)
+
+    # --- reader
+
+    async def _read(self, peer: TcpPeer, remote: list[int], local: list[int], pull: Pull) -> None:
+        loop = asyncio.get_running_loop()
+        progress = Progress(loop.time())
+        sock: socket.socket | None = None
+        try:
+            async with asyncio.timeout(self._read_timeout_s) as limit:
+                sock = await self._take(peer)
+                for at in range(0, len(remote), MAX_BLOCKS_A_REQUEST):
+                    part = slice(at, at + MAX_BLOCKS_A_REQUEST)
+                    await send_frame(sock, {"blocks": np.asarray(remote[part], "<u4").tobytes()})
+                    check_answer(await recv_frame(sock))
+                    await self._receive(sock, local[part], progress, limit)
+            _give_back(peer, sock)
+            sock = None
+            pull.finish(progress.stats())
+        except TransferError as error:
+            pull.fail(error)
+        except TimeoutError:
+            pull.fail(TransferError(TransferFault.TIMEOUT, f"nothing moved for {self._read_timeout_s} s"))
+        except (OSError, EOFError) as error:
+            pull.fail(TransferError(TransferFault.PEER_LOST, type(error).__name__))
+        finally:
+            if sock is not None:
+                sock.close()
+
+    async def _receive(self, sock: socket.socket, local: list[int], progress: Progress, limit: asyncio.Timeout) -> None:
+        pool, loop = self._own_pool(), asyncio.get_running_loop()
+        since_yield = 0
+        for first, length in runs(local, len(local)):
+            view = pool.view(first, length)
+            while view:
+                received = await loop.sock_recv_into(sock, view[:PIECE_BYTES])
+                if received == 0:
+                    raise EOFError
+                view = view[received:]
+                progress.moved(received, loop.time())
+                limit.reschedule(loop.time() + self._read_timeout_s)
+                since_yield += received
+                if since_yield >= PIECE_BYTES:
+                    since_yield = 0
+                    await asyncio.sleep(0)
+
+    async def _take(self, peer: TcpPeer) -> socket.socket:
+        while peer.idle:
+            sock = peer.idle.pop()
+            if is_quiet(sock):
+                return sock
+            sock.close()
+        return await dial(peer.host, peer.port, self._token, peer.peer_id)
+
+    # --- holder
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # out of descriptors or an aborted connection: not a reason to stop listening
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._serving) > MAX_CONNECTIONS:
+                sock.close()
+                continue
+            tune(sock)
+            self._spawn(self._serving, self._serve(sock))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                accepted = await welcome(sock, self._token, self.peer_id)
+            while accepted:
+                await self._answer(sock, await recv_frame(sock))
+        except (OSError, EOFError, TransferError):  # the client left, was silent or sent nonsense: its connection ends
+            pass
+        finally:
+            sock.close()
+
+    async def _answer(self, sock: socket.socket, request: dict[str, Any]) -> None:
+        pool, loop, packed = self._own_pool(), asyncio.get_running_loop(), request.get("blocks")
+        if not isinstance(packed, bytes) or len(packed) % 4 or len(packed) > 4 * MAX_BLOCKS_A_REQUEST:
+            raise TransferError(TransferFault.FAILED, "malformed request")
+        blocks = np.frombuffer(packed, "<u4").tolist()
+        if blocks and max(blocks) >= pool.num_blocks:
+            await send_frame(sock, {"refused": "unknown block"})
+            return
+        await send_frame(sock, {})
+        since_yield = 0
+        for first, length in runs(blocks, max(1, PIECE_BYTES // pool.block_bytes)):
+            view = pool.view(first, length)
+            await loop.sock_sendall(sock, view)
+            since_yield += len(view)
+            if since_yield >= PIECE_BYTES:
+                since_yield = 0
+                await asyncio.sleep(0)
+
+    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        group.add(task)
+        task.add_done_callback(group.discard)
+        return task
+
+    def _own_pool(self) -> Pool:
+        if self._pool is None:
+            raise InvariantError("the transport is not started")
+        return self._pool
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+def _give_back(peer: TcpPeer, sock: socket.socket) -> None:
+    if peer.closed or len(peer.idle) >= MAX_IDLE_A_PEER:
+        sock.close()
+    else:
+        peer.idle.append(sock)

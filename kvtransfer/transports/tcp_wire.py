@@ -1,0 +1,142 @@
+"""The TCP transport's frames and its handshake, both sides. After accept:
+
+    server: {nonce}                             both prove that they know the cluster token, over both nonces and the
+    client: {nonce, peer_id, proof}             name of the process that the client wants; a restarted worker on the
+    server: {proof} | {refused}                 same port answers "stale"
+
+A frame is a 4-byte length and msgpack, at most MAX_FRAME_BYTES.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+from typing import Any
+
+import msgpack
+
+from kvtransfer.transports.base import TransferError, TransferFault
+
+MAX_FRAME_BYTES = 1 << 20
+HANDSHAKE_S = 5.0
+
+
+async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
+    """A connection to the process named `peer_id`, authenticated both ways.
+
+    Raises TransferError: peer_lost when nobody answers, timeout after HANDSHAKE_S, failed when the other side refuses
+    or does not know the token.
+    """
+    loop = asyncio.get_running_loop()
+    sock: socket.socket | None = None
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            sock = socket.socket(info[0][0], socket.SOCK_STREAM)
+            tune(sock)
+            await loop.sock_connect(sock, info[0][4])
+            theirs, ours = _nonce(await recv_frame(sock)), secrets.token_bytes(16)
+            proof = _proof(token, b"reader", theirs, ours, peer_id)
+            await send_frame(sock, {"nonce": ours, "peer_id": peer_id, "proof": proof})
+            answer = check_answer(await recv_frame(sock))
+        if not _same(answer.get("proof"), _proof(token, b"holder", ours, theirs, peer_id)):
+            raise TransferError(TransferFault.FAILED, "the peer does not know the cluster token")
+        connected, sock = sock, None
+        return connected
+    except TimeoutError as error:
+        raise TransferError(TransferFault.TIMEOUT, "no answer to the handshake") from error
+    except (OSError, EOFError) as error:
+        raise TransferError(TransferFault.PEER_LOST, type(error).__name__) from error
+    finally:
+        if sock is not None:
+            sock.close()
+
+
+async def welcome(sock: socket.socket, token: str, peer_id: str) -> bool:
+    """The server's part; False when the client was refused."""
+    ours = secrets.token_bytes(16)
+    await send_frame(sock, {"nonce": ours})
+    hello = await recv_frame(sock)
+    theirs, wanted = _nonce(hello), hello.get("peer_id")
+    refusal = ""
+    if not isinstance(wanted, str) or not _same(hello.get("proof"), _proof(token, b"reader", ours, theirs, wanted)):
+        refusal = "unauthenticated"
+    elif wanted != peer_id:
+        refusal = "stale: another incarnation listens here"
+    if refusal:
+        await send_frame(sock, {"refused": refusal})
+        return False
+    await send_frame(sock, {"proof": _proof(token, b"holder", theirs, ours, peer_id)})
+    return True
+
+
+def tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def is_quiet(sock: socket.socket) -> bool:
+    """True when the connection is open and nothing is waiting in it."""
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def check_answer(frame: dict[str, Any]) -> dict[str, Any]:
+    if "refused" in frame:
+        raise TransferError(TransferFault.FAILED, f"refused: {frame['refused']}"[:200])
+    return frame
+
+
+async def send_frame(sock: socket.socket, message: dict[str, Any]) -> None:
+    body = msgpack.packb(message)
+    await asyncio.get_running_loop().sock_sendall(sock, len(body).to_bytes(4, "big") + body)
+
+
+async def recv_frame(sock: socket.socket) -> dict[str, Any]:
+    """Raises EOFError when the connection ends, TransferError(failed) on nonsense."""
+    length = int.from_bytes(await _recv_exactly(sock, 4), "big")
+    if length > MAX_FRAME_BYTES:
+        raise TransferError(TransferFault.FAILED, "frame too long")
+    body = await _recv_exactly(sock, length)
+    try:
+        frame = msgpack.unpackb(body)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise TransferError(TransferFault.FAILED, "malformed frame") from error
+    if not isinstance(frame, dict):
+        raise TransferError(TransferFault.FAILED, "malformed frame")
+    return frame
+
+
+async def _recv_exactly(sock: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        received = await asyncio.get_running_loop().sock_recv_into(sock, view)
+        if received == 0:
+            raise EOFError
+        view = view[received:]
+    return data
+
+
+def _nonce(frame: dict[str, Any]) -> bytes:
+    nonce = frame.get("nonce")
+    if not isinstance(nonce, bytes) or len(nonce) != 16:
+        raise TransferError(TransferFault.FAILED, "malformed handshake")
+    return nonce
+
+
+def _proof(token: str, side: bytes, first: bytes, second: bytes, peer_id: str) -> bytes:
+    return hmac.digest(token.encode(), side + b"|" + first + second + peer_id.encode(), hashlib.sha256)
+
+
+def _same(proof: object, expected: bytes) -> bool:
+    return isinstance(proof, bytes) and hmac.compare_digest(proof, expected)
