@@ -1,0 +1,82 @@
+"""What `headrace serve` prints: what runs where, and commands to try."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.config.resolve import Deployment
+from cluster.config.units import format_bytes
+from cluster.controller import ProcessView
+from cluster.peer import reachable
+from router.spec import GatewayReady
+from workers.spec import WorkerReady
+
+
+def show(console: Console, deployment: Deployment, processes: Sequence[ProcessView], start_s: float) -> None:
+    """Prints the table of processes and the next steps. `start_s` is the time from command to ready."""
+    specs = {spec.worker_id: spec for spec in deployment.workers}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("process", "role", "pid", "address", "threads", "memory", "KV lane"):
+        table.add_column(column, overflow="fold")
+    gateway: GatewayReady | None = None
+    for view in processes:
+        if isinstance(view.ready, GatewayReady):
+            gateway = view.ready
+            table.add_row(
+                view.slot, "gateway", str(view.pid), f"grpc {gateway.grpc_address}\nhttp {gateway.http_address}"
+            )
+        elif isinstance(view.ready, WorkerReady):
+            ready, spec = view.ready, specs[view.slot]
+            table.add_row(
+                view.slot,
+                ready.role.value,
+                str(ready.pid),
+                ready.address,
+                str(spec.threads),
+                _memory(ready),
+                _lane(ready),
+            )
+    console.print()
+    console.print(table)
+    served = deployment.gateway
+    exact = "on" if any(worker.exact for worker in deployment.workers) else "off"
+    console.print(
+        f"\n[bold]{served.served_model_name}[/bold] ready in {start_s:.1f} s"
+        f"  backend {deployment.cluster.backend}, mode {served.mode}, exact {exact}, "
+        f"max_model_len {served.max_model_len}"
+    )
+    if gateway is not None:
+        _try(console, gateway, served.served_model_name, needs_key=bool(served.api_keys))
+        if not gateway.grpc_address.startswith(("127.", "localhost")) and not served.api_keys:
+            console.print("[yellow]Anyone who reaches this machine may use it: set --api-key.[/yellow]")
+    console.print("Ctrl-C stops it.\n")
+
+
+def _try(console: Console, gateway: GatewayReady, model: str, *, needs_key: bool) -> None:
+    grpc_address = reachable(gateway.grpc_address)
+    address = "" if grpc_address.endswith(":50051") else f" --address {grpc_address}"
+    key = " --api-key KEY" if needs_key else ""
+    header = ' -H "Authorization: Bearer KEY"' if needs_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    url = f"http://{reachable(gateway.http_address)}/v1/chat/completions"
+    console.print("Try:")
+    for line in (
+        f'headrace generate --explain{address}{key} "What is the capital of France?"',
+        f"headrace status{address}{key}",
+        f"curl{header} {url} -H 'Content-Type: application/json' -d '{body}'",
+    ):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _memory(ready: WorkerReady) -> str:
+    tokens = ready.total_blocks * ready.block_size
+    plan = ready.memory_plan
+    parts = [f"{name} {format_bytes(size)}" for name, size in plan.items() if size >= 1 << 20]
+    return f"{', '.join(parts)}\n{tokens:,} KV tokens" if parts else f"{tokens:,} KV tokens"
+
+
+def _lane(ready: WorkerReady) -> str:
+    return f"{ready.lane} {ready.lane_gbps:.1f} GB/s" if ready.lane_gbps > 0 else ready.lane

@@ -1,0 +1,116 @@
+"""What resolution needs to know about a prepared model and about this machine. Reads headers, never weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace.errors import StartupError
+
+_HEADER_LIMIT_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    path: str
+    """The prepared folder."""
+    max_position_embeddings: int
+    kv_bytes_per_token: int
+    """All layers, keys and values, at the served dtype (float32)."""
+    weight_bytes: int
+    """At the served dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cores: int
+    available_bytes: int
+
+
+def read_machine() -> Machine:
+    """Cores and memory that this process may use: affinity and control-group limits count."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _read_words("/sys/fs/cgroup/cpu.max")
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    available = psutil.virtual_memory().available
+    limit, used = _read_words("/sys/fs/cgroup/memory.max"), _read_words("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        available = min(available, max(0, int(limit[0]) - int(used[0])))
+    return Machine(cores=cores, available_bytes=available)
+
+
+def _read_words(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
+
+
+def read_model_facts(folder: Path) -> ModelFacts:
+    """Raises StartupError, one line, for a folder that is not a complete model."""
+    config = _read_config(folder)
+    try:
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        kv_bytes = int(config["num_hidden_layers"]) * kv_heads * head_dim * 2 * 4  # keys and values, float32
+        max_position = int(config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise StartupError(f"{folder / 'config.json'}: not the configuration of a decoder ({error!r})") from None
+    if kv_bytes <= 0 or max_position <= 0:
+        raise StartupError(f"{folder / 'config.json'}: sizes must be positive")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise StartupError(f"{folder}: no *.safetensors file; is this a model folder?")
+    weight_bytes = 4 * sum(_num_elements(file) for file in files)
+    return ModelFacts(str(folder), max_position, kv_bytes, weight_bytes)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(
+            f"{path}: no such file; a model folder has config.json, tokenizer.json and *.safetensors"
+        ) from None
+    except (OSError, ValueError):
+        raise StartupError(f"{path}: cannot be read as JSON") from None
+    if not isinstance(config, dict):
+        raise StartupError(f"{path}: must hold a JSON object")
+    return config
+
+
+def _num_elements(path: Path) -> int:
+    """Elements of all tensors in a safetensors file, from its header; also finds a cut-off file.
+
+    Format: 8 bytes little-endian header length, a JSON header, then the data
+    (https://huggingface.co/docs/safetensors, "Format").
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size, _HEADER_LIMIT_BYTES):
+                raise ValueError("header length")
+            header = json.loads(file.read(length))
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+        elements = 0
+        for tensor in tensors:
+            count = 1
+            for extent in tensor["shape"]:
+                count *= int(extent)
+            elements += count
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+        raise StartupError(f"{path}: corrupt safetensors file") from None
+    if 8 + length + end != size:
+        raise StartupError(f"{path}: corrupt safetensors file: {size} bytes, its header says {8 + length + end}")
+    return elements

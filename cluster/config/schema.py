@@ -1,0 +1,186 @@
+"""What a user may write: the frozen, typed form of a configuration file.
+
+Validators raise and never repair. `auto` is kept as None here and becomes a number once, in `resolve`.
+Field names are vLLM's where vLLM has one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from cluster.config.units import parse_bytes
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def _auto_to_none(value: object) -> object:
+    return None if value == "auto" else value
+
+
+def _auto_size(value: object) -> object:
+    return None if value is None or value == "auto" else parse_bytes(value)
+
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+SizeBytes = Annotated[int, BeforeValidator(parse_bytes)]
+Tuple = Field(strict=False)
+"""YAML has lists only: a tuple field takes one."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class ModelConfig(Section):
+    path: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
+    """A Hugging Face folder, a GGUF file, or the default model's name."""
+    served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    chat_template: str | None = None
+    """Path of a Jinja template that replaces the model's own."""
+    max_model_len: Annotated[Annotated[int, Field(ge=1, le=1 << 24)] | None, BeforeValidator(_auto_to_none)] = None
+    """Most tokens of prompt and output together. auto: the model's limit, at most what the smallest KV pool holds."""
+    dtype: Literal["float32"] = "float32"
+
+
+class LimitsConfig(Section):
+    """What one client call may ask for."""
+
+    default_max_tokens: Count | None = None
+    default_deadline_s: Seconds = 600.0
+    max_body_bytes: Annotated[SizeBytes, Field(ge=1024, le=1 << 30)] = 8 << 20
+    max_n: Annotated[int, Field(ge=1, le=1024)] = 16
+    max_stop_strings: Annotated[int, Field(ge=0, le=1024)] = 4
+    max_stop_bytes: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    max_worker_crashes: Annotated[int, Field(ge=1, le=10)] = 2
+
+
+class GatewayConfig(Section):
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    grpc_port: Port = 50_051
+    http_port: Port = 8000
+    api_keys: Annotated[tuple[SecretStr, ...], Tuple] = ()
+    """`KEY` or `TENANT=KEY`; empty: no authentication."""
+    mode: Literal["auto", "disaggregated", "colocated"] = "auto"
+    limits: LimitsConfig = LimitsConfig()
+
+    @field_validator("api_keys")
+    @classmethod
+    def _check_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        plain = [key.get_secret_value() for key in keys]
+        if any(not key or key != key.strip() or not key.isprintable() for key in plain):
+            raise ValueError("a key must be printable, without spaces around it, and not empty")
+        if any("=" in key and not all(key.split("=", 1)) for key in plain):
+            raise ValueError("write KEY or TENANT=KEY")
+        if len(set(plain)) != len(plain):
+            raise ValueError("the same key is listed twice")
+        return keys
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.grpc_port == self.http_port != 0:
+            raise ValueError(f"grpc_port and http_port are both {self.http_port}; they must differ")
+        return self
+
+
+class PoolConfig(Section):
+    """A pool of equal workers."""
+
+    role: Literal["prefill", "decode", "colocated"]
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
+    threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(_auto_to_none)] = None
+    """Compute threads of each worker. auto: the machine's cores divided between the workers."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
+    long_prefill_token_threshold: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    """Most prompt tokens of one request in one step."""
+    max_waiting_requests: Annotated[int, Field(ge=0)] = 1024
+    max_waiting_tokens: Annotated[int, Field(ge=0)] = 1_000_000
+    kv_cache_bytes: Annotated[Annotated[int, Field(ge=4096)] | None, BeforeValidator(_auto_size)] = None
+    """KV pool of each worker. auto: 1 GiB, at most 10 % of the available memory."""
+    kv_cache_fraction: Annotated[float, Field(gt=0, le=0.9)] | None = None
+    """KV pool of each worker as a share of the memory available at start."""
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    """Tokens of one KV block."""
+
+    @model_validator(mode="after")
+    def _check_budgets(self) -> Self:
+        if self.kv_cache_bytes is not None and self.kv_cache_fraction is not None:
+            raise ValueError("kv_cache_bytes and kv_cache_fraction exclude each other")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs {self.max_num_seqs} is above max_num_batched_tokens {self.max_num_batched_tokens}; "
+                "a step has at least one token a sequence"
+            )
+        return self
+
+
+class KvTransferConfig(Section):
+    transport: Literal["auto", "ucx", "tcp"] = "auto"
+    """auto: UCX where its library is installed, TCP elsewhere."""
+    read_timeout_s: Seconds = 30.0
+    quarantine_cap_bytes: Annotated[SizeBytes, Field(ge=0)] = 256 << 20
+    """A worker whose abandoned reads hold more than this restarts."""
+    host: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_auto_to_none)] = None
+    """Address that workers listen on. auto: loopback, or the Ray node's address in a cluster."""
+
+
+class ClusterConfig(Section):
+    backend: Literal["ray", "process"] = "ray"
+    address: Annotated[str, Field(min_length=1)] | None = None
+    """An existing Ray cluster; unset: a private one is started on this machine."""
+    token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, BeforeValidator(_auto_to_none)] = None
+    """Secret of the calls inside the deployment. auto: a fresh one."""
+    liveness_s: Annotated[float, Field(ge=1, le=600)] = 8.0
+    """Silence after which a process counts as hung: it is killed and replaced."""
+    start_timeout_s: Seconds = 120.0
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """How long running requests may go on after Ctrl-C."""
+    restart_initial_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    """Delay before the second restart in a row; doubles each time. The first restart is immediate."""
+    restart_max_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    restart_reset_s: Seconds = 60.0
+    """Time in service after which the delays begin anew."""
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.address is not None and self.backend != "ray":
+            raise ValueError("address names a Ray cluster and needs backend: ray")
+        if self.restart_max_s < self.restart_initial_s:
+            raise ValueError(f"restart_max_s must be at least restart_initial_s, {self.restart_initial_s}")
+        return self
+
+
+class ServeConfig(Section):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    pools: Annotated[tuple[PoolConfig, ...], Tuple] = (
+        PoolConfig(role="prefill"),
+        PoolConfig(role="decode"),
+    )
+    kv_transfer: KvTransferConfig = KvTransferConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    exact: bool = False
+    """Outputs bit-equal whatever the batch; slower."""
+
+    @model_validator(mode="after")
+    def _check_topology(self) -> Self:
+        if not self.pools:
+            raise ValueError("pools: must have at least 1 entry")
+        roles = {pool.role for pool in self.pools}
+        if "prefill" in roles and "decode" not in roles:
+            raise ValueError("pools: a prefill pool needs a decode pool")
+        if "decode" in roles and "prefill" not in roles:
+            raise ValueError("pools: a decode pool needs a prefill pool")
+        if self.gateway.mode == "disaggregated" and "prefill" not in roles:
+            raise ValueError("gateway.mode: disaggregated needs a prefill and a decode pool")
+        if len({pool.block_size for pool in self.pools}) > 1:
+            raise ValueError("pools: block_size must be the same everywhere; KV blocks move between pools unchanged")
+        return self

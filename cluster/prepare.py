@@ -1,0 +1,68 @@
+"""Prepares the model in a process of its own, so that the launcher stays free of torch.
+
+python -m cluster.prepare PATH CACHE_DIR
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from headrace.errors import StartupError
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+
+def default_cache_dir() -> Path:
+    """`$HEADRACE_CACHE`, else `headrace` in the user's cache directory."""
+    named = os.environ.get("HEADRACE_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+def check_path(path: str) -> None:
+    """Refuses, at once, a path that is not there. A bare name may be the default model's."""
+    if ("/" in path or path.endswith((".gguf", ".safetensors"))) and not Path(path).exists():
+        raise StartupError(f"{path}: no such model folder or GGUF file")
+
+
+async def prepare_model(path: str) -> Path:
+    """The prepared folder. Raises StartupError with one line."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "cluster.prepare",
+        path,
+        str(default_cache_dir()),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, err = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+    lines = out.decode().strip().splitlines()
+    if child.returncode != 0 or not lines:
+        said = err.decode("utf-8", "replace").strip().splitlines()
+        raise StartupError(said[-1] if said else f"{path}: the model cannot be prepared (exit code {child.returncode})")
+    return Path(lines[-1])
+
+
+def main() -> int:
+    from workers.model.prepare import prepare_model as prepare
+
+    try:
+        print(prepare(sys.argv[1], Path(sys.argv[2])))
+    except StartupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

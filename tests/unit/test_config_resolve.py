@@ -1,0 +1,148 @@
+"""Every `auto` becomes one number, on purpose; what does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ConfigError, Deployment, load_config, masked_yaml, read_model_facts, resolve
+from headrace.errors import StartupError
+from headrace.ids import counting_ids
+from tests.unit.cluster_builders import GIB, machine, model, model_folder
+
+
+def deploy(
+    flags: dict[str, Any] | None = None,
+    pool: dict[str, Any] | None = None,
+    *,
+    cores: int = 2,
+    available_bytes: int = 22 * GIB,
+    facts: Any = None,
+    **replicas: int,
+) -> Deployment:
+    config = load_config("org/model", flags, pool_overrides=pool, replicas=replicas)
+    new_id = counting_ids()
+    return resolve(config, facts or model(), machine(cores, available_bytes), lambda: new_id("secret"))
+
+
+@pytest.mark.parametrize(
+    ("cores", "replicas", "threads"),
+    [
+        (2, {"prefill": 1, "decode": 1}, [1, 1]),
+        (2, {"colocated": 1}, [2]),
+        (2, {"prefill": 2, "decode": 2}, [1, 1, 1, 1]),
+        (8, {"prefill": 1, "decode": 2}, [2, 2, 2]),
+        (1, {"prefill": 1, "decode": 1}, [1, 1]),
+    ],
+)
+def test_cores_are_divided_between_the_workers(cores: int, replicas: dict[str, int], threads: list[int]) -> None:
+    assert [worker.threads for worker in deploy(cores=cores, **replicas).workers] == threads
+
+
+def test_explicit_threads_leave_the_rest_to_the_other_pools(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("pools: [{role: prefill, threads: 6}, {role: decode}]")
+    deployment = resolve(load_config(str(file)), model(), machine(cores=8), lambda: "s")
+    assert [worker.threads for worker in deployment.workers] == [6, 2]
+
+
+def test_workers_have_stable_names_and_one_secret() -> None:
+    deployment = deploy(prefill=2, decode=1)
+    assert [worker.worker_id for worker in deployment.workers] == ["prefill-0", "prefill-1", "decode-0"]
+    tokens = {deployment.gateway.cluster_token, *(worker.cluster_token for worker in deployment.workers)}
+    assert tokens == {"secret-1"}
+    assert deployment.gateway.served_model_name == "model"
+
+
+def test_the_automatic_kv_pool_is_a_gibibyte_or_a_tenth_of_the_memory_in_whole_blocks() -> None:
+    block = 46_080 * 16
+    assert deploy(colocated=1).workers[0].kv_cache_bytes == GIB // block * block
+    small = deploy(colocated=1, available_bytes=4 * GIB).workers[0]
+    assert small.kv_cache_bytes == int(0.1 * 4 * GIB) // block * block
+    share = deploy(pool={"kv_cache_fraction": 0.2}, colocated=1).workers[0]
+    assert share.kv_cache_bytes == int(0.2 * 22 * GIB) // block * block
+
+
+def test_max_model_len_is_the_models_or_what_the_smallest_pool_holds() -> None:
+    assert deploy().gateway.max_model_len == 8192
+    assert deploy(pool={"kv_cache_bytes": "46080000"}).gateway.max_model_len == 992  # 62 whole blocks of 16
+    # an explicit length raises the automatic pool
+    long = model(max_position_embeddings=131_072)
+    deployment = deploy({"model.max_model_len": 40_000}, facts=long, colocated=1)
+    assert deployment.gateway.max_model_len == 40_000
+    assert deployment.workers[0].kv_cache_bytes == 40_000 * 46_080
+
+
+@pytest.mark.parametrize(
+    ("flags", "pool", "fault"),
+    [
+        ({"model.max_model_len": 9000}, {}, "model.max_model_len: must be at most the model's own limit, 8192"),
+        (
+            {"model.max_model_len": 4096},
+            {"kv_cache_bytes": "100MiB"},
+            "pools.0.kv_cache_bytes: holds 2272 tokens, below max_model_len 4096; must be at least 180.0 MiB",
+        ),
+        ({}, {"kv_cache_bytes": "1MiB"}, "pools.0.kv_cache_bytes: must be at least two blocks of this model, 1.4 MiB"),
+    ],
+)
+def test_what_does_not_fit_the_model_names_the_limit(flags: dict[str, Any], pool: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deploy(flags, pool)
+    assert caught.value.lines == (fault,)
+
+
+def test_too_little_memory_is_one_line_with_the_sums() -> None:
+    with pytest.raises(StartupError) as caught:
+        deploy(pool={"kv_cache_bytes": "1GiB"}, available_bytes=3 * GIB)
+    assert str(caught.value) == (
+        "not enough memory: 2 worker(s) need 3.8 GiB (KV 2.0 GiB, weights 513.1 MiB each), 3.0 GiB available; "
+        "lower kv_cache_bytes or the number of workers"
+    )
+
+
+def test_what_is_shown_has_no_secret() -> None:
+    deployment = deploy({"gateway.api_keys": ["alice=geheim"], "cluster.token": "geheim-geheim-geheim"})
+    text = masked_yaml(deployment)
+    assert "geheim" not in text
+    assert "threads: 1" in text and "max_model_len: 8192" in text
+
+
+def test_facts_come_from_the_headers(tmp_path: Path) -> None:
+    facts = read_model_facts(model_folder(tmp_path))
+    # 2 layers x 2 KV heads x 16 x (key, value) x 4 bytes; one 4x4 tensor
+    assert (facts.kv_bytes_per_token, facts.weight_bytes, facts.max_position_embeddings) == (512, 64, 128)
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
+        (
+            lambda f: (f / "config.json").write_text(json.dumps({"hidden_size": 8})),
+            "not the configuration of a decoder",
+        ),
+        (lambda f: (f / "model.safetensors").unlink(), "no *.safetensors file"),
+        (_cut, "corrupt safetensors file: 136 bytes, its header says 137"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"GGUF"), "corrupt safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62)), "corrupt safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "corrupt safetensors file"),
+    ],
+)
+def test_a_broken_model_folder_is_one_line(tmp_path: Path, spoil: Any, said: str) -> None:
+    folder = model_folder(tmp_path)
+    spoil(folder)
+    with pytest.raises(StartupError) as caught:
+        read_model_facts(folder)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
