@@ -3,7 +3,7 @@
     QUEUED --reserved--> OPENING --opened--> PULLING --record, all read--> VERIFYING --held--> ACTIVE
       |                     |                   |                             |
       +---------------------+-------------------+-----------------------------+-- cancel --> CANCELLED
-                            +-------------------+-----------------------------+-- refused, revoked, broken,
+                            +-------------------+-----------------------------+-- refused, revoked, broken, unreachable,
                                                                    pull_failed, protocol fault --> FAILED
 
 At most one read is in flight; each takes everything announced since the last one. Reads before `Held` are bytes, not
@@ -185,6 +185,10 @@ class Handoff:
 
     def refused(self, reason: str) -> list[HandoffAction]:
         return self._lease_over("lease_refused", reason)
+
+    def unreachable(self, detail: str) -> list[HandoffAction]:
+        """The holder's pool cannot be connected to."""
+        return self._lease_over("transfer_failed", detail)
 
     def revoked(self, reason: str) -> list[HandoffAction]:
         return self._lease_over("lease_revoked", reason)

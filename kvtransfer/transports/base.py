@@ -24,6 +24,11 @@ STALL_S = 0.1
 MAX_DESCRIPTOR_BYTES = 1 << 20
 
 
+def peer_name(worker_id: str, incarnation: str) -> str:
+    """A process's name on every transport; a restarted worker has another."""
+    return f"{worker_id}/{incarnation}"
+
+
 class TransferFault(StrEnum):
     PEER_LOST = "peer_lost"
     TIMEOUT = "timeout"

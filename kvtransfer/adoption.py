@@ -1,0 +1,233 @@
+"""One adopted request's shell at the reader: its lease stream and its reads. Decisions are `core.handoff`'s."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from headrace.v1 import worker_pb2 as pb
+from headrace.v1.worker_pb2_grpc import WorkerStub
+from kvtransfer.core.handoff import (
+    AbandonPull,
+    Activate,
+    CloseLease,
+    End,
+    Handoff,
+    HandoffAction,
+    OpenLease,
+    ReleaseQuarantine,
+    SendPulled,
+    SendVerify,
+)
+from kvtransfer.core.handoff import Pull as StartPull
+from kvtransfer.core.lease import HandOffRecord
+from kvtransfer.stream import GONE, TOKEN_KEY, Outbox, Over, pump
+from kvtransfer.transports.base import Peer, Pull, PullStats, TransferError, peer_name
+from kvtransfer.wire import record_from_proto
+
+if TYPE_CHECKING:
+    from kvtransfer.reader import HolderLink, LeaseReader
+
+
+@dataclass(slots=True)
+class HandoffStats:
+    """What one hand-off moved. Seconds; `transfer_s` sums the reads, overlapped with the prefill or not."""
+
+    bytes_moved: int = 0
+    transfer_s: float = 0.0
+    stalls: int = 0
+    num_reads: int = 0
+    hand_off_s: float = 0.0
+    """From the hand-off record's arrival to activation: what the client waits for."""
+
+    def add(self, read: PullStats) -> None:
+        self.bytes_moved += read.bytes
+        self.transfer_s += read.seconds
+        self.stalls += read.stalls
+        self.num_reads += 1
+
+
+class HandoffSink(Protocol):
+    """The worker, as one adopted request sees it. Called on the event loop's thread; takes the worker's lock itself."""
+
+    def activated(self, record: HandOffRecord, stats: HandoffStats) -> None:
+        """All blocks up to `record.num_tokens` hold their KV: the request joins the batch. The last call."""
+
+    def ended(self, end: End) -> None:
+        """Over without a request: free its blocks except `end.quarantined`. `end.failed` tells whether to report it."""
+
+    def quarantine_over(self) -> None:
+        """The quarantined blocks are free now. Comes at most once, after `ended` with quarantined blocks, or never."""
+
+
+class Adoption:
+    """One hand-off's shell. `reserved` and `cancel` may be called from any thread, everything else on the loop."""
+
+    def __init__(
+        self, reader: LeaseReader, request_id: str, attempt: int, source: pb.PeerAddress, sink: HandoffSink
+    ) -> None:
+        self.stream: asyncio.Task[None] | None = None
+        self._reader = reader
+        self._request_id, self._attempt, self._address = request_id, attempt, source
+        self._sink = sink
+        self._handoff = Handoff(reader.block_size)
+        self._outbox: Outbox[pb.LeaseRequest] = Outbox()
+        self._peer: Peer | None = None
+        self._pulls: dict[int, Pull] = {}
+        self._stats = HandoffStats()
+        self._record_at = 0.0
+
+    def reserved(self, local_blocks: Sequence[int], skip_blocks: int) -> None:
+        """`local_blocks`: own blocks for the whole request; the first `skip_blocks` already hold their KV."""
+        blocks = tuple(local_blocks)
+        self._later(lambda: self._do(self._handoff.reserved(blocks, skip_blocks)))
+
+    def cancel(self) -> None:
+        self._later(self.cancel_now)
+
+    def cancel_now(self) -> None:
+        self._do(self._handoff.cancel())
+
+    def _later(self, work: Callable[[], None]) -> None:
+        if not self._reader.loop.is_closed():
+            self._reader.loop.call_soon_threadsafe(work)
+
+    # --- the stream
+
+    async def _run(self) -> None:
+        reader, handoff = self._reader, self._handoff
+        source = await reader.enter(self._address)
+        call: Any = WorkerStub(source.channel).Lease(metadata=((TOKEN_KEY, reader.token),))
+        self._outbox.put(pb.LeaseRequest(open=self._open_message()))
+        try:
+            beat = pb.LeaseRequest(heartbeat=pb.Heartbeat())
+            hear = partial(self._hear, source)
+            match await pump(call.read, call.write, hear, self._outbox, beat, reader.liveness_s):
+                case Over.SAID:
+                    await self._say_goodbye(call)
+                case Over.SILENT:
+                    self._do(handoff.broken("silence"))
+                case Over.GONE:
+                    self._do(await self._verdict(call))
+        finally:
+            self._do(handoff.broken("stream"))
+            call.cancel()
+            await reader.leave(source)
+            reader.forget(self)
+
+    async def _verdict(self, call: Any) -> list[HandoffAction]:
+        """What the call's status means; the call is over."""
+        code, details = await call.code(), await call.details()
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
+            return self._handoff.refused(details)
+        return self._handoff.broken(code.name)
+
+    async def _say_goodbye(self, call: Any) -> None:
+        """Lets the holder read the close before the call goes."""
+        try:
+            async with asyncio.timeout(self._reader.liveness_s / 4):
+                await call.done_writing()
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        except (TimeoutError, *GONE):
+            pass
+
+    def _open_message(self) -> pb.LeaseOpen:
+        return pb.LeaseOpen(
+            request_id=self._request_id,
+            attempt=self._attempt,
+            reader=self._reader.me,
+            holder_incarnation=self._address.incarnation,
+            fingerprint=self._reader.fingerprint,
+            lane=self._reader.transport.name,
+        )
+
+    async def _hear(self, source: HolderLink, message: pb.LeaseResponse) -> None:
+        handoff = self._handoff
+        match message.WhichOneof("kind"):
+            case "opened":
+                await self._connect(source, message.opened)
+            case "announce":
+                self._do(handoff.announced(message.announce.first_block, list(message.announce.blocks)))
+            case "hand_off":
+                self._record_at = self._reader.loop.time()
+                self._do(handoff.handed_off(record_from_proto(message.hand_off)))
+            case "held":
+                self._do(handoff.held())
+            case "revoked":
+                self._do(handoff.revoked(message.revoked.reason))
+
+    async def _connect(self, source: HolderLink, opened: pb.LeaseOpened) -> None:
+        name = peer_name(self._address.worker_id, self._address.incarnation)
+        try:
+            connecting = self._reader.transport.connect(name, opened.transport)
+            source.peer = self._peer = await asyncio.wait_for(connecting, self._reader.liveness_s)
+        except (TransferError, TimeoutError) as error:
+            self._do(self._handoff.unreachable(str(error) or "timeout"))
+        else:
+            self._do(self._handoff.opened(opened.lease_id))
+
+    # --- actions
+
+    def _do(self, actions: list[HandoffAction]) -> None:
+        for action in actions:
+            match action:
+                case OpenLease():
+                    self.stream = self._reader.loop.create_task(self._run())
+                    self.stream.add_done_callback(_raise_from_loop)
+                case StartPull():
+                    self._pull(action)
+                case AbandonPull(action_id):
+                    self._pulls[action_id].cancel()
+                case SendPulled(num_blocks):
+                    self._outbox.put(pb.LeaseRequest(pulled=pb.LeasePulled(num_blocks=num_blocks)))
+                case SendVerify(lease_id):
+                    verify = pb.LeaseVerify(lease_id=lease_id, holder_incarnation=self._address.incarnation)
+                    self._outbox.put(pb.LeaseRequest(verify=verify))
+                case Activate(record):
+                    self._stats.hand_off_s = self._reader.loop.time() - self._record_at
+                    self._sink.activated(record, self._stats)
+                case CloseLease(completed):
+                    close = pb.LeaseClose(completed=completed, bytes_moved=self._stats.bytes_moved)
+                    self._outbox.put(pb.LeaseRequest(close=close))
+                    self._outbox.end()
+                case End():
+                    self._sink.ended(action)
+                    if self.stream is None:
+                        self._reader.forget(self)
+                case ReleaseQuarantine():
+                    self._sink.quarantine_over()
+
+    def _pull(self, action: StartPull) -> None:
+        assert self._peer is not None
+        pull = self._reader.transport.pull(self._peer, action.remote_blocks, action.local_blocks)
+        self._pulls[action.action_id] = pull
+        self._reader.track(pull)
+
+        def done(future: asyncio.Future[PullStats]) -> None:
+            error = future.exception()
+            if error is None:
+                self._stats.add(future.result())
+                self._do(self._handoff.pull_done(action.action_id))
+            elif isinstance(error, TransferError):
+                self._do(self._handoff.pull_failed(action.action_id, error.kind, pull.terminal.done()))
+            else:
+                raise error
+
+        pull.done.add_done_callback(done)
+        pull.terminal.add_done_callback(lambda _: self._terminal(action.action_id))
+
+    def _terminal(self, action_id: int) -> None:
+        del self._pulls[action_id]
+        self._do(self._handoff.read_terminal(action_id))
+
+
+def _raise_from_loop(task: asyncio.Task[None]) -> None:
+    """A fault of this program's own reaches the loop's exception handler at once."""
+    if not task.cancelled():
+        task.result()

@@ -1,0 +1,201 @@
+"""The holder's shell: serves Worker.Lease for a worker that prefills. Decisions are `core.lease`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from headrace.errors import Rejected
+from headrace.ids import IdFactory, Incarnation, LeaseId, RequestKey, random_ids
+from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.lease import (
+    Announce,
+    HandOffRecord,
+    Lease,
+    LeaseAction,
+    LeaseTable,
+    Release,
+    SendHandOff,
+    SendHeld,
+    SendRevoked,
+)
+from kvtransfer.stream import GONE, TOKEN_KEY, Outbox, pump
+from kvtransfer.transports.base import Transport
+from kvtransfer.wire import record_to_proto
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """A request's blocks as of now; what comes later arrives through `LeaseHolder.computed` and `handed_off`."""
+
+    key: RequestKey
+    blocks: Sequence[int]
+    """Complete blocks so far, in logical order."""
+    record: HandOffRecord | None = None
+    """Set once the first token is sampled; `blocks` are all blocks then."""
+
+
+class LeaseSource(Protocol):
+    """The worker, as its leases see it. Called on the event loop's thread; takes the worker's lock itself."""
+
+    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+        """Looks a request up, changing nothing: the answer is dropped when the request has a reader already."""
+
+    def lease_ended(self, key: RequestKey, completed: bool) -> None:
+        """The pin is gone. `completed`: the reader owns the request now. Once for each lease that was opened."""
+
+
+@dataclass(slots=True)
+class _Served:
+    lease: Lease
+    outbox: Outbox[pb.LeaseResponse] = field(default_factory=Outbox)
+
+
+class LeaseHolder:
+    """All leases of one worker process. Made on the event loop; the four facts may be told from any thread."""
+
+    def __init__(
+        self,
+        source: LeaseSource,
+        transport: Transport,
+        *,
+        incarnation: str,
+        fingerprint: str,
+        token: str,
+        liveness_s: float = 8.0,
+        ids: IdFactory = random_ids,
+    ) -> None:
+        self._source = source
+        self._transport = transport
+        self._incarnation = Incarnation(incarnation)
+        self._fingerprint = fingerprint
+        self._token = token
+        self._liveness_s = liveness_s
+        self._ids = ids
+        self._loop = asyncio.get_running_loop()
+        self._table = LeaseTable()
+        self._served: dict[RequestKey, _Served] = {}
+
+    @property
+    def leases(self) -> int:
+        return len(self._table)
+
+    @property
+    def reads_in_flight(self) -> int:
+        return self._table.reads_in_flight
+
+    # --- facts of the worker, from any thread; without a lease of that request they are no-ops
+
+    def computed(self, key: RequestKey, blocks: Sequence[int]) -> None:
+        """`blocks`: all complete blocks of the request so far."""
+        self._tell(key, lambda lease: lease.computed(blocks))
+
+    def handed_off(self, key: RequestKey, record: HandOffRecord) -> None:
+        """After the last `computed`."""
+        self._tell(key, lambda lease: lease.handed_off(record))
+
+    def revoke(self, key: RequestKey, reason: str) -> None:
+        """A wish: nothing happens while a read is in flight or after Held. `lease_ended` tells that it came true."""
+        self._tell(key, lambda lease: lease.revoke(reason))
+
+    def request_ended(self, key: RequestKey, reason: str) -> None:
+        self._tell(key, lambda lease: lease.request_ended(reason))
+
+    def _tell(self, key: RequestKey, fact: Callable[[Lease], list[LeaseAction]]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._apply, key, fact)
+
+    def _apply(self, key: RequestKey, fact: Callable[[Lease], list[LeaseAction]]) -> None:
+        served = self._served.get(key)
+        if served is not None:
+            self._do(served, fact(served.lease))
+
+    # --- the stream
+
+    async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The body of the servicer's `Lease` method. Returns, or aborts the call, when the lease is over."""
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        if not hmac.compare_digest(str(metadata.get(TOKEN_KEY, "")).encode(), self._token.encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated")
+        served = self._open(await self._first_message(context))
+        if isinstance(served, Rejected):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, served.reason)
+            return
+        lease = served.lease
+        try:
+            await pump(
+                context.read,
+                context.write,
+                lambda message: self._hear(served, message),
+                served.outbox,
+                pb.LeaseResponse(heartbeat=pb.Heartbeat()),
+                self._liveness_s,
+            )
+        finally:
+            self._do(served, lease.broken())
+            self._table.remove(lease)
+            del self._served[lease.key]
+
+    async def _first_message(self, context: grpc.aio.ServicerContext[Any, Any]) -> pb.LeaseOpen | None:
+        try:
+            message = await asyncio.wait_for(context.read(), self._liveness_s)
+        except (TimeoutError, *GONE):
+            return None
+        return message.open if message is not grpc.aio.EOF and message.HasField("open") else None
+
+    def _open(self, request: pb.LeaseOpen | None) -> _Served | Rejected:
+        if request is None:
+            return Rejected("protocol")
+        for reason, matches in (
+            ("stale_incarnation", request.holder_incarnation == self._incarnation),
+            ("fingerprint_mismatch", request.fingerprint == self._fingerprint),
+            ("lane_mismatch", request.lane == self._transport.name),
+        ):
+            if not matches:
+                return Rejected(reason)
+        grant = self._source.grant_lease(request.request_id, request.attempt)
+        if isinstance(grant, Rejected):
+            return grant
+        lease = Lease(LeaseId(self._ids("lease")), grant.key, self._incarnation)
+        if not self._table.open(lease):
+            return Rejected("leased_already")
+        served = self._served[grant.key] = _Served(lease)
+        opened = pb.LeaseOpened(lease_id=lease.lease_id, transport=self._transport.descriptor())
+        served.outbox.put(pb.LeaseResponse(opened=opened))
+        self._do(served, lease.computed(grant.blocks))
+        if grant.record is not None:
+            self._do(served, lease.handed_off(grant.record))
+        return served
+
+    async def _hear(self, served: _Served, message: pb.LeaseRequest) -> None:
+        lease = served.lease
+        match message.WhichOneof("kind"):
+            case "pulled":
+                self._do(served, lease.reader_pulled(message.pulled.num_blocks))
+            case "verify":
+                self._do(served, lease.verify(message.verify.lease_id, message.verify.holder_incarnation))
+            case "close":
+                self._do(served, lease.close(message.close.completed))
+            case "open":
+                self._do(served, lease.broken())
+
+    def _do(self, served: _Served, actions: list[LeaseAction]) -> None:
+        for action in actions:
+            match action:
+                case Announce(first, blocks):
+                    announce = pb.LeaseAnnounce(first_block=first, blocks=blocks)
+                    served.outbox.put(pb.LeaseResponse(announce=announce))
+                case SendHandOff(record):
+                    served.outbox.put(pb.LeaseResponse(hand_off=record_to_proto(record)))
+                case SendHeld():
+                    served.outbox.put(pb.LeaseResponse(held=pb.LeaseHeld()))
+                case SendRevoked(reason):
+                    served.outbox.put(pb.LeaseResponse(revoked=pb.LeaseRevoked(reason=reason)))
+                case Release(completed):
+                    self._source.lease_ended(served.lease.key, completed)
+                    served.outbox.end()

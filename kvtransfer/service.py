@@ -1,0 +1,34 @@
+"""The lease protocol's two shells over Worker.Lease, the surface that workers use.
+
+    reader (decode worker)                           holder (prefill worker)
+    LeaseOpen(request, attempt, incarnation) ------>
+                                             <------ LeaseOpened(lease id, transport descriptor)
+                                             <------ LeaseAnnounce(blocks)   a chunk's step ended; repeated
+    [reads over the transport] LeasePulled   ------>
+                                             <------ HandOff(first token, ...)
+    LeaseVerify after the last read          ------>
+                                             <------ LeaseHeld
+    LeaseClose(completed)                    ------> unpins
+
+Either side may end it at any time: LeaseClose(not completed), LeaseRevoked, the stream's break, or silence.
+"""
+
+from kvtransfer.adoption import Adoption, HandoffSink, HandoffStats
+from kvtransfer.core.handoff import End
+from kvtransfer.core.lease import HandOffRecord
+from kvtransfer.holder import LeaseGrant, LeaseHolder, LeaseSource
+from kvtransfer.reader import LeaseReader
+from kvtransfer.stream import TOKEN_KEY
+
+__all__ = [
+    "TOKEN_KEY",
+    "Adoption",
+    "End",
+    "HandOffRecord",
+    "HandoffSink",
+    "HandoffStats",
+    "LeaseGrant",
+    "LeaseHolder",
+    "LeaseReader",
+    "LeaseSource",
+]

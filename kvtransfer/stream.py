@@ -1,0 +1,99 @@
+"""Both ends of a lease stream: messages out and in, heartbeats, and the verdict that the other side is gone.
+
+Liveness is the application's own, because a connection answers pings while its process hangs: an idle side sends a
+heartbeat every liveness_s / 4, and a side that heard nothing for liveness_s counts as gone. Silence is counted in
+ticks of this event loop, so that a loop which was itself held up does not blame the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+TOKEN_KEY = "x-headrace-cluster"
+"""Metadata key of the cluster token."""
+GONE = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+"""What grpc.aio raises when a stream is over."""
+_TICKS = 8
+
+M = TypeVar("M")
+
+
+class Over(Enum):
+    """How a stream ended."""
+
+    SAID = "said"
+    """The outbox ended it and all was written."""
+    GONE = "gone"
+    """The other side ended it or its connection broke."""
+    SILENT = "silent"
+
+
+class Outbox(Generic[M]):
+    """Messages of one stream in order, then its deliberate end."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[M | None] = asyncio.Queue()
+
+    def put(self, message: M) -> None:
+        self._queue.put_nowait(message)
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def get(self) -> M | None:
+        return await self._queue.get()
+
+
+async def pump(
+    read: Callable[[], Awaitable[Any]],
+    write: Callable[[Any], Awaitable[None]],
+    hear: Callable[[Any], Awaitable[None]],
+    outbox: Outbox[Any],
+    heartbeat: Any,
+    liveness_s: float,
+) -> Over:
+    """Runs a stream until it is over. Errors of `hear` are raised. Leaves no task behind, cancelled or not."""
+    heard = asyncio.Event()
+
+    async def receive() -> None:
+        while (message := await read()) is not grpc.aio.EOF:
+            heard.set()
+            await hear(message)
+            heard.set()
+
+    async def send() -> None:
+        while True:
+            try:
+                message = await asyncio.wait_for(outbox.get(), liveness_s / 4)
+            except TimeoutError:
+                message = heartbeat
+            if message is None:
+                return
+            await write(message)
+
+    async def watch() -> None:
+        silent = 0
+        while silent < _TICKS:
+            await asyncio.sleep(liveness_s / _TICKS)
+            silent = 0 if heard.is_set() else silent + 1
+            heard.clear()
+
+    receiving, sending, watching = tasks = [asyncio.ensure_future(work()) for work in (receive, send, watch)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if sending.done() and not sending.exception():
+            return Over.SAID
+        for task in (receiving, sending):
+            error = task.exception() if task.done() else None
+            if error is not None and not isinstance(error, GONE):
+                raise error
+        return Over.SILENT if watching.done() else Over.GONE
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(receiving, sending, watching, return_exceptions=True)

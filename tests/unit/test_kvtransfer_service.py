@@ -1,0 +1,440 @@
+"""Leases over real grpc.aio streams and the memory transport: two workers in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.errors import Rejected
+from headrace.ids import RequestKey, random_ids
+from headrace.v1 import worker_pb2 as pb
+from headrace.v1.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+from kvtransfer.service import (
+    TOKEN_KEY,
+    Adoption,
+    End,
+    HandOffRecord,
+    HandoffStats,
+    LeaseGrant,
+    LeaseHolder,
+    LeaseReader,
+)
+from kvtransfer.transports.base import allocate_pool, peer_name
+from kvtransfer.transports.memory import MemoryTransport
+
+BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 64, 32
+LIVENESS_S = 0.4
+KEY = RequestKey(7)
+
+
+@dataclass
+class Source:
+    """A prefilling worker with one request, `req-1`, whose blocks are 8, 9, ..."""
+
+    blocks: list[int] = field(default_factory=list)
+    record: HandOffRecord | None = None
+    ended: list[bool] = field(default_factory=list)
+
+    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+        if (request_id, attempt) != ("req-1", 0):
+            return Rejected("unknown_request")
+        return LeaseGrant(KEY, list(self.blocks), self.record)
+
+    def lease_ended(self, key: RequestKey, completed: bool) -> None:
+        assert key == KEY
+        self.ended.append(completed)
+
+
+@dataclass
+class Sink:
+    record: HandOffRecord | None = None
+    stats: HandoffStats | None = None
+    end: End | None = None
+    quarantine_ended: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def activated(self, record: HandOffRecord, stats: HandoffStats) -> None:
+        self.record, self.stats = record, stats
+        self.over.set()
+
+    def ended(self, end: End) -> None:
+        self.end = end
+        self.over.set()
+
+    def quarantine_over(self) -> None:
+        self.quarantine_ended = True
+
+
+class World:
+    """One holder, one reader. Block 8 + i of the holder is filled with the byte 100 + i."""
+
+    def __init__(self, read_timeout_s: float) -> None:
+        self.incarnation = random_ids("inc")
+        self.holder_lane = MemoryTransport(peer_name("prefill-0", self.incarnation), read_timeout_s)
+        self.reader_lane = MemoryTransport(peer_name("decode-0", random_ids("inc")), read_timeout_s)
+        self.holder_memory, self.reader_memory = (allocate_pool(NUM_BLOCKS * BLOCK_BYTES) for _ in range(2))
+        self.source = Source()
+        self.sink = Sink()
+
+    async def start(self, fingerprint: str) -> None:
+        await self.holder_lane.start(self.holder_memory, BLOCK_BYTES)
+        await self.reader_lane.start(self.reader_memory, BLOCK_BYTES)
+        holder = self.holder = LeaseHolder(
+            self.source,
+            self.holder_lane,
+            incarnation=self.incarnation,
+            fingerprint="f" * 32,
+            token="secret",
+            liveness_s=LIVENESS_S,
+        )
+
+        class Servicer(WorkerServicer):  # type: ignore[misc]
+            async def Lease(self, request_iterator: Any, context: Any) -> None:
+                await holder.serve(context)
+
+        self.server = grpc.aio.server()
+        add_WorkerServicer_to_server(Servicer(), self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.reader = LeaseReader(
+            self.reader_lane,
+            me=pb.PeerAddress(worker_id="decode-0"),
+            block_size=BLOCK_SIZE,
+            fingerprint=fingerprint,
+            token="secret",
+            liveness_s=LIVENESS_S,
+        )
+
+    def adopt(self, request_id: str = "req-1", **address: str) -> Adoption:
+        where = {"worker_id": "prefill-0", "incarnation": self.incarnation, "address": f"127.0.0.1:{self.port}"}
+        return self.reader.adopt(request_id, 0, pb.PeerAddress(**(where | address)), self.sink)
+
+    def compute(self, num_blocks: int) -> None:
+        """The holder's step that completes `num_blocks` blocks in all."""
+        for i in range(len(self.source.blocks), num_blocks):
+            self.holder_memory[(8 + i) * BLOCK_BYTES : (9 + i) * BLOCK_BYTES] = 100 + i
+            self.source.blocks.append(8 + i)
+        self.holder.computed(KEY, list(self.source.blocks))
+
+    def first_token(self, **overrides: Any) -> None:
+        num_tokens = len(self.source.blocks) * BLOCK_SIZE - 1
+        self.source.record = HandOffRecord(**({"output_ids": (42,), "num_tokens": num_tokens} | overrides))
+        self.holder.handed_off(KEY, self.source.record)
+
+    def row(self, block: int) -> list[int]:
+        return sorted(set(self.reader_memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tolist()))
+
+    async def over(self) -> None:
+        await asyncio.wait_for(self.sink.over.wait(), 10)
+
+    async def assert_drained(self) -> None:
+        for _ in range(200):
+            if not (self.holder.leases or self.reader.handoffs or self.reader.reads_in_flight):
+                break
+            await asyncio.sleep(0.02)
+        assert (self.holder.leases, self.reader.handoffs, self.reader.reads_in_flight) == (0, 0, 0)
+        assert len(self.source.ended) <= 1
+
+
+@asynccontextmanager
+async def world(fingerprint: str = "f" * 32, read_timeout_s: float = 30.0) -> AsyncIterator[World]:
+    before = asyncio.all_tasks()
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    it = World(read_timeout_s)
+    await it.start(fingerprint)
+    try:
+        yield it
+        await it.assert_drained()
+    finally:
+        await it.reader.close()
+        await it.server.stop(0)
+        await it.reader_lane.close()
+        await it.holder_lane.close()
+    await asyncio.sleep(0.01)
+    mine = {task for task in asyncio.all_tasks() - before if "grpc" not in repr(task.get_coro())}
+    assert mine == set()
+    assert faults == []
+
+
+def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 30))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@in_loop
+async def test_chunks_move_while_the_holder_computes_and_known_blocks_do_not() -> None:
+    async with world() as w:
+        # 1. the first chunk is there before the lease, the reader already has block 0
+        w.compute(2)
+        adoption = w.adopt()
+        adoption.reserved([20, 3, 17, 5, 6], skip_blocks=1)
+        await until(lambda: w.row(3) == [101])
+        assert w.holder.leases == 1 and w.reader.handoffs == 1
+        # 2. the second chunk moves before the first token exists
+        w.compute(4)
+        await until(lambda: w.row(5) == [103])
+        assert w.sink.record is None
+        # 3. the hand-off
+        w.first_token()
+        await w.over()
+        assert w.sink.record == HandOffRecord((42,), 15)
+        assert [w.row(b) for b in (20, 3, 17, 5, 6)] == [[0], [101], [102], [103], [0]]
+        assert w.sink.stats is not None and w.sink.stats.bytes_moved == 3 * BLOCK_BYTES
+        assert 0 <= w.sink.stats.hand_off_s < 5
+        await until(lambda: w.source.ended == [True])
+
+
+@in_loop
+async def test_everything_known_needs_no_read_but_still_verifies() -> None:
+    async with world() as w:
+        w.compute(2)
+        w.first_token()
+        w.adopt().reserved([1, 2, 3], skip_blocks=2)
+        await w.over()
+        assert w.sink.record is not None and w.sink.stats is not None and w.sink.stats.num_reads == 0
+        await until(lambda: w.source.ended == [True])
+
+
+@in_loop
+async def test_revoked_before_held_ends_failed_and_frees_everything() -> None:
+    async with world() as w:
+        w.compute(2)
+        w.adopt().reserved([1, 2, 3], skip_blocks=0)
+        await until(lambda: w.row(2) == [101] and not w.holder.reads_in_flight)
+        w.holder.revoke(KEY, "pressure")
+        await w.over()
+        assert w.sink.end == End(True, "lease_revoked", "pressure", ())
+        assert w.source.ended == [False]
+
+
+@in_loop
+async def test_a_revoke_during_a_read_is_refused() -> None:
+    async with world() as w:
+        w.holder_lane.stall()
+        w.compute(2)
+        w.adopt().reserved([1, 2, 3], skip_blocks=0)
+        await until(lambda: w.reader.reads_in_flight == 1)
+        w.holder.revoke(KEY, "pressure")
+        await asyncio.sleep(0.05)
+        assert w.source.ended == [] and w.sink.end is None
+        w.holder_lane.resume()
+        w.first_token()
+        await w.over()
+        assert w.sink.record is not None
+
+
+@in_loop
+async def test_a_request_that_ends_at_the_holder_is_never_activated() -> None:
+    async with world() as w:
+        w.compute(1)
+        w.adopt().reserved([1, 2], skip_blocks=0)
+        await until(lambda: w.holder.leases == 1)
+        w.holder.request_ended(KEY, "cancelled")
+        await w.over()
+        assert w.sink.end is not None and w.sink.end.reason == "lease_revoked"
+
+
+@in_loop
+async def test_finished_with_the_first_token_moves_nothing_more() -> None:
+    async with world() as w:
+        w.compute(1)
+        w.adopt().reserved([1, 2], skip_blocks=0)
+        await until(lambda: w.row(1) == [100] and not w.reader.reads_in_flight)
+        w.first_token(finished=True)
+        await w.over()
+        assert w.sink.end == End(False, "finished", "", ())
+        await until(lambda: w.source.ended == [False])
+
+
+@in_loop
+async def test_a_holder_that_dies_breaks_the_lease_and_its_read_is_lost() -> None:
+    async with world() as w:
+        w.compute(2)
+        w.holder_lane.delay_s = 0.2
+        w.adopt().reserved([1, 2, 3], skip_blocks=0)
+        await until(lambda: w.reader.reads_in_flight == 1)
+        w.holder_lane.die()
+        await w.server.stop(0)
+        await w.over()
+        assert w.sink.end is not None and w.sink.end.reason in ("lease_broken", "transfer_failed")
+        await until(lambda: w.reader.reads_in_flight == 0)
+        assert w.sink.quarantine_ended == bool(w.sink.end.quarantined)
+        assert w.source.ended == [False]
+
+
+@in_loop
+async def test_a_reader_that_cancels_in_mid_read_quarantines_until_the_read_is_terminal() -> None:
+    async with world() as w:
+        w.holder_lane.stall()
+        w.compute(2)
+        adoption = w.adopt()
+        adoption.reserved([1, 2, 3], skip_blocks=0)
+        await until(lambda: w.reader.reads_in_flight == 1)
+        adoption.cancel()
+        await w.over()
+        # 1. the lease is gone, the read is not
+        assert w.sink.end == End(False, "cancelled", "", (1, 2))
+        await until(lambda: w.source.ended == [False])
+        assert w.reader.reads_in_flight == 1 and not w.sink.quarantine_ended
+        # 2. the late write lands in quarantined blocks only, then they are free
+        w.holder_lane.resume()
+        await until(lambda: w.sink.quarantine_ended)
+        assert w.row(1) == [100] and w.row(2) == [0]
+
+
+@in_loop
+async def test_a_read_that_times_out_fails_the_hand_off_and_stays_quarantined() -> None:
+    async with world(read_timeout_s=0.1) as w:
+        w.holder_lane.stall()
+        w.compute(1)
+        w.adopt().reserved([1, 2], skip_blocks=0)
+        await w.over()
+        assert w.sink.end == End(True, "transfer_failed", "timeout", (1,))
+        w.holder_lane.resume()
+        await until(lambda: w.sink.quarantine_ended)
+
+
+@pytest.mark.parametrize(
+    ("reason", "request_id", "address", "fingerprint"),
+    [
+        ("stale_incarnation", "req-1", {"incarnation": "inc-of-yesterday"}, "f" * 32),
+        ("fingerprint_mismatch", "req-1", {}, "e" * 32),
+        ("unknown_request", "req-2", {}, "f" * 32),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_reason(
+    reason: str, request_id: str, address: dict[str, str], fingerprint: str
+) -> None:
+    @in_loop
+    async def run() -> None:
+        async with world(fingerprint) as w:
+            w.adopt(request_id, **address).reserved([1], skip_blocks=0)
+            await w.over()
+            assert w.sink.end == End(True, "lease_refused", reason, ())
+            assert w.source.ended == []
+
+    run()
+
+
+@in_loop
+async def test_a_second_reader_of_a_request_is_refused_and_the_first_goes_on() -> None:
+    async with world() as w:
+        w.compute(1)
+        w.adopt().reserved([1], skip_blocks=0)
+        await until(lambda: w.holder.leases == 1)
+        first, w.sink = w.sink, Sink()
+        w.adopt().reserved([2], skip_blocks=0)
+        await w.over()
+        assert w.sink.end == End(True, "lease_refused", "leased_already", ())
+        w.first_token()
+        w.sink = first
+        await w.over()
+        assert first.record is not None
+
+
+@in_loop
+async def test_without_the_cluster_token_nothing_is_opened() -> None:
+    async with world() as w:
+        w.reader.token = "guess"
+        w.adopt().reserved([1], skip_blocks=0)
+        await w.over()
+        assert w.sink.end == End(True, "lease_refused", "unauthenticated", ())
+
+
+@in_loop
+async def test_nobody_at_the_address_breaks_the_lease_at_once() -> None:
+    async with world() as w:
+        w.adopt(address="127.0.0.1:1").reserved([1], skip_blocks=0)
+        await w.over()
+        assert w.sink.end == End(True, "lease_broken", "UNAVAILABLE", ())
+
+
+@in_loop
+async def test_a_silent_reader_loses_its_lease_and_a_quiet_one_keeps_it() -> None:
+    async with world() as w:
+        w.compute(1)
+        # 1. a reader with heartbeats outlives several liveness times without any news
+        w.adopt().reserved([1], skip_blocks=0)
+        await asyncio.sleep(3 * LIVENESS_S)
+        assert w.holder.leases == 1 and w.sink.end is None
+        w.first_token()
+        await w.over()
+        await until(lambda: w.holder.leases == 0)
+        # 2. one that says nothing after its open does not
+        w.source.ended.clear()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{w.port}") as channel:
+            call = WorkerStub(channel).Lease(metadata=((TOKEN_KEY, "secret"),))
+            await call.write(pb.LeaseRequest(open=open_message(w)))
+            await until(lambda: w.holder.leases == 1)
+            await until(lambda: w.source.ended == [False], limit_s=3 * LIVENESS_S)
+            call.cancel()
+
+
+@in_loop
+async def test_a_silent_holder_breaks_the_lease() -> None:
+    async with world() as w:
+
+        class Silent(WorkerServicer):  # type: ignore[misc]
+            async def Lease(self, request_iterator: Any, context: Any) -> None:
+                await asyncio.sleep(60)
+
+        server = grpc.aio.server()
+        add_WorkerServicer_to_server(Silent(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        w.adopt(address=f"127.0.0.1:{port}").reserved([1], skip_blocks=0)
+        await asyncio.wait_for(w.sink.over.wait(), 3 * LIVENESS_S)
+        assert w.sink.end == End(True, "lease_broken", "silence", ())
+        await server.stop(0)
+
+
+@in_loop
+async def test_cancelled_in_the_queue_nothing_was_ever_opened() -> None:
+    async with world() as w:
+        adoption = w.adopt()
+        adoption.cancel()
+        await w.over()
+        adoption.reserved([1], skip_blocks=0)
+        await asyncio.sleep(0.02)
+        assert w.sink.end == End(False, "cancelled", "", ())
+
+
+@in_loop
+async def test_a_hundred_hand_offs_leave_nothing_behind() -> None:
+    async with world() as w:
+        for i in range(100):
+            w.source.blocks.clear()
+            w.source.record = None
+            w.source.ended.clear()
+            w.sink = Sink()
+            adoption = w.adopt()
+            adoption.reserved([1, 2, 3], skip_blocks=i % 3)
+            w.compute(2)
+            if i % 4 == 3:
+                adoption.cancel()
+            else:
+                w.first_token()
+            await w.over()
+            await until(lambda: w.holder.leases == 0)
+
+
+def open_message(w: World) -> pb.LeaseOpen:
+    return pb.LeaseOpen(
+        request_id="req-1", holder_incarnation=w.incarnation, fingerprint="f" * 32, lane=w.reader_lane.name
+    )
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.005)
