@@ -158,12 +158,16 @@ class CpuOps:
         """Which implementation runs each operation."""
         return dict.fromkeys(("linear", "rms_norm", "rope_write", "attention", "swiglu"), self.name)
 
-    def pack(self, weights: Sequence[Tensor], bias: Tensor | None = None) -> PackedWeight:
-        """Pack matrices [n_i, depth], one under the other, for `linear`. Copies them."""
+    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
+        """Pack matrices [n_i, depth], one under the other, for `linear`. Copies them.
+
+        biases: one vector [n_i] for each matrix, or none at all.
+        """
         depth = weights[0].shape[1]
         columns = sum(_rows_of(w, depth, "weight") for w in weights)
-        if bias is not None and (bias.shape != (columns,) or bias.dtype is not torch.float32 or not bias.is_contiguous()):
-            raise ValueError(f"bias must be float32 [{columns}]")
+        bias = torch.cat(list(biases)).float().contiguous() if biases else None
+        if bias is not None and bias.shape != (columns,):
+            raise ValueError(f"biases must have {columns} floats in all")
         panels = -(-columns // cpu_gemm.PANEL)
         packed = torch.empty(panels, depth, cpu_gemm.PANEL)
         packed[-1].zero_()

@@ -1,0 +1,48 @@
+"""What the engine asks of a runner: it computes a StepPlan over KV memory that it owns. Implementations: TorchRunner, FakeRunner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvtransfer.core.layout import KvLayout
+from workers.core.plan import StepPlan, StepResult
+
+KvPool = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Runner(Protocol):
+    """Used by one engine thread. The pool's memory may be read and written by transports between and during steps, block by
+    block: which blocks, is the scheduler's promise.
+    """
+
+    kv_pool: KvPool
+    """Flat uint8 view of the whole pool, num_blocks * layout.block_bytes bytes."""
+    layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    exact_rows: str
+    """Which row counts give bit-equal rows, in words; empty when nothing was tested."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Make the copies, compute the rows, write their KV, sample. Raises InvariantError for an impossible plan."""
+        ...
+
+    def warm_up(self) -> None:
+        """Touch memory and code that the first requests would wait for. Leaves the pool's content undefined."""
+        ...
+
+    def identity_fields(self) -> Mapping[str, bytes | str | int]:
+        """The fields of `kvtransfer.core.identity.IDENTITY_FIELDS`."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """`root_hash(identity_fields())`: workers exchange KV only when theirs are equal."""
+        ...
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes by use: weights, workspace, kv, block_metadata."""
+        ...

@@ -1,0 +1,151 @@
+"""The runner that computes: decoder, KV pool and sampler behind the step contract."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.errors import InvariantError, StartupError
+from headrace.ids import RequestKey
+from headrace.sampling import SamplingParams
+from kernels.numba_cache import cache_root
+from kernels.ops import CpuOps, PoolShape, step_rows
+from kvtransfer.core.identity import root_hash
+from kvtransfer.core.layout import KvLayout
+from workers.core.plan import StepPlan, StepResult
+from workers.model.config import load_config
+from workers.model.decoder import Decoder
+from workers.model.identity import identity_fields
+from workers.runner.exact import exact_self_test
+from workers.runner.pool import allocate_pool, available_bytes
+from workers.runner.sample import sample
+
+_DTYPE_BYTES = 4
+_BLOCK_METADATA_BYTES = 256
+"""What the scheduler's records of one block take, roughly."""
+
+
+class TorchRunner:
+    """Float32 on CPU. Not thread safe: one engine thread owns it; `threads` sets torch's team for the whole process."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        max_model_len: int,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        threads: int = 1,
+        exact: bool = False,
+        max_batched_tokens: int = 512,
+    ) -> None:
+        """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
+
+        Raises StartupError, one line, for everything that keeps the model from being served.
+        """
+        self.model_path = Path(model_path)
+        self.config = load_config(self.model_path)
+        self.exact = exact
+        self.max_model_len = max_model_len
+        self.eos_token_ids = self.config.eos_token_ids
+        self.layout = KvLayout(
+            self.config.layers, self.config.kv_heads, self.config.head_dim, block_size, _DTYPE_BYTES
+        )
+        if max_model_len > self.config.max_positions:
+            raise StartupError(f"max_model_len {max_model_len} is over the model's own limit of {self.config.max_positions}")
+        self.num_blocks = num_blocks if num_blocks is not None else (kv_cache_bytes or 0) // self.layout.block_bytes
+        if self.num_blocks < 1:
+            raise StartupError(f"the KV pool must hold at least one block of {self.layout.block_bytes:,} bytes")
+        c = self.config
+        self._shape = PoolShape(self.num_blocks, c.kv_heads, c.layers, block_size, c.head_dim)
+        try:
+            self._shape.check()
+        except ValueError as error:
+            raise StartupError(str(error)) from error
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self._ops = CpuOps(threads)
+        self.kv_pool = allocate_pool(self.num_blocks * self.layout.block_bytes)
+        self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
+        self._blocks = self.kv_pool.reshape(self.num_blocks, self.layout.block_bytes)
+        self._check_weights_fit()
+        try:
+            self._decoder = Decoder(c, self.model_path, self._ops, max_model_len, max_batched_tokens)
+        except MemoryError as error:
+            raise StartupError(f"too little memory for the weights ({available_bytes():,} bytes available)") from error
+        self.exact_rows = exact_self_test(self._ops, c) if exact else ""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step; see `Runner.run`. The plan is not changed."""
+        begin = time.perf_counter()
+        for source, target in plan.copies:
+            self._blocks[target] = self._blocks[source]
+        if not plan.keys:
+            return StepResult([])
+        try:
+            rows = step_rows(self._shape, self.config.heads, plan.start_pos, plan.num_tokens, plan.block_tables)
+        except ValueError as error:
+            raise InvariantError(f"step {plan.step_id}: {error}") from error
+        token_ids = np.asarray(plan.token_ids, np.int64)
+        if len(token_ids) != len(rows.positions) or int(rows.positions.max()) >= self.max_model_len:
+            raise InvariantError(f"step {plan.step_id}: token ids or positions do not fit")
+        if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
+            raise InvariantError(f"step {plan.step_id}: a token id is outside the vocabulary")
+        ends = np.cumsum(plan.num_tokens)
+        sampled = [int(ends[i]) - 1 for i, wanted in enumerate(plan.samples) if wanted]
+        logits = self._decoder.forward(torch.from_numpy(token_ids), self._pool, self._shape, rows, sampled).numpy()
+        middle = time.perf_counter()
+        tokens = self._sample(plan, logits)
+        return StepResult(tokens, middle - begin, time.perf_counter() - middle)
+
+    def warm_up(self) -> None:
+        """Touch the pool's pages and run a prefill and a decode step, without sampling being kept."""
+        self.kv_pool.fill(0)
+        tokens = min(self.layout.block_size * min(self.num_blocks, 16), self.max_model_len)
+        table = list(range(self.layout.blocks_for(tokens)))
+        for start, count in ((0, tokens - 1), (tokens - 1, 1)):
+            if count:
+                self.run(
+                    StepPlan(
+                        0, [RequestKey(0)], [count], [start], [0] * count, [table], [True],
+                        [SamplingParams(max_tokens=1)], [()],
+                    )
+                )
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes by use (C1)."""
+        return self._decoder.memory_plan() | {
+            "kv": self.kv_pool.nbytes,
+            "block_metadata": self.num_blocks * _BLOCK_METADATA_BYTES,
+        }
+
+    def kernels(self) -> dict[str, str]:
+        """Operation -> implementation that runs it."""
+        return self._ops.chosen
+
+    def identity_fields(self) -> Mapping[str, bytes | str | int]:
+        """See `Runner.identity_fields`."""
+        return identity_fields(self.model_path, self.config, self.layout, cache_root())
+
+    def fingerprint(self) -> bytes:
+        """See `Runner.fingerprint`."""
+        return root_hash(self.identity_fields())
+
+    def _sample(self, plan: StepPlan, logits: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+        tokens = []
+        for i, wanted in enumerate(plan.samples):
+            if wanted:
+                position = plan.start_pos[i] + plan.num_tokens[i]
+                tokens.append(sample(logits[len(tokens)], plan.sampling[i], position, plan.banned[i]))
+        return tokens
+
+    def _check_weights_fit(self) -> None:
+        needed = sum(file.stat().st_size for file in self.model_path.glob("*.safetensors"))
+        free = available_bytes()
+        if needed > free:
+            raise StartupError(f"too little memory for the weights: {needed:,} bytes needed, {free:,} available")
