@@ -99,8 +99,8 @@ def server_options(spec: GatewaySpec) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # Clients may ping every 10 s, also while a long prefill sends nothing or no call is open.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # Clients may ping often, also while a long prefill sends nothing or no call is open.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),

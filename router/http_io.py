@@ -25,9 +25,11 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 class HttpRefusal(HeadraceError):
     """A refusal whose HTTP status has no gRPC twin (413, 408, 405, ...)."""
 
-    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+    def __init__(self, status: int, message: str, field: str | None = None, *, close: bool = False) -> None:
         super().__init__(Code.INVALID_ARGUMENT, message, field=field)
         self.status = status
+        self.close = close
+        """End the connection: more of an unwanted body would follow."""
 
 
 class Disconnected(Exception):
@@ -53,6 +55,8 @@ def error_headers(error: HeadraceError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    if isinstance(error, HttpRefusal) and error.close:
+        headers["connection"] = "close"
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return headers
@@ -82,7 +86,8 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise HttpRefusal(413, f"body: must have at most {max_bytes} bytes", "body")
+        # A client that is still writing reads no answer; a little more is swallowed so that it gets one.
+        raise _too_large(max_bytes, close=int(declared) > 8 * max_bytes)
     chunks = []
     size = 0
     try:
@@ -90,13 +95,17 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > max_bytes:
-                    raise HttpRefusal(413, f"body: must have at most {max_bytes} bytes", "body")
+                    raise _too_large(max_bytes, close=True)
                 chunks.append(chunk)
     except TimeoutError:
-        raise HttpRefusal(408, f"body: did not arrive within {BODY_TIMEOUT_S:g} s", "body") from None
+        raise HttpRefusal(408, f"body: did not arrive within {BODY_TIMEOUT_S:g} s", "body", close=True) from None
     except ClientDisconnect:
         raise Disconnected from None
     return b"".join(chunks)
+
+
+def _too_large(max_bytes: int, close: bool) -> HttpRefusal:
+    return HttpRefusal(413, f"body: must have at most {max_bytes} bytes", "body", close=close)
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:

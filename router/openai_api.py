@@ -134,7 +134,7 @@ class _Api:
         return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
-        self.door.check_model(request.path_params["model"])
+        self.door.check_model(request.path_params["model"] or "(none)")
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, object]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 
+import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.errors import Code, HeadraceError
 from router.api import Delta, Explanation, GenerationSpec, Usage
+from router.grpc_api import GrpcDoor, ModelFacts, build_server
+from router.metrics import DoorMetrics
+from router.openai_api import build_app
 from router.spec import GatewaySpec
 from router.text import IncrementalDetokenizer, StopMatcher, TextModel
 
@@ -146,8 +152,54 @@ def echo_tokens(spec: GenerationSpec, branch: int) -> Sequence[int]:
     return spec.prompt_ids[shift:] + spec.prompt_ids[:shift]
 
 
-@contextmanager
-def open_gateway() -> Iterator[EchoGateway]:
-    gateway = EchoGateway()
-    yield gateway
-    gateway.text.close()
+class Doors:
+    """Both doors of an EchoGateway on loopback ports, on an event loop in a thread of its own."""
+
+    def __init__(self, **spec: object) -> None:
+        self.gateway = EchoGateway()
+        self.spec = gateway_spec(**spec)
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.http = ""
+        self.grpc = ""
+        self.grpc_door: GrpcDoor | None = None
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), daemon=True)
+
+    def __enter__(self) -> Doors:
+        self._thread.start()
+        assert self._ready.wait(20), "the doors did not open"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.gateway.text.close()
+
+    def wait_idle(self, timeout_s: float = 3.0) -> None:
+        """Nothing runs in the gateway any more."""
+        end = time.monotonic() + timeout_s
+        while self.gateway.running and time.monotonic() < end:
+            time.sleep(0.005)
+        assert not self.gateway.running
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        metrics = DoorMetrics(self.spec.served_model_name)
+        listener = socket.create_server(("127.0.0.1", 0))
+        app = build_app(self.gateway, self.spec, metrics=metrics)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", http="httptools"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        self.grpc_door = build_server(self.gateway, self.spec, metrics=metrics, facts=ModelFacts(block_size=16))
+        self.grpc = f"127.0.0.1:{self.grpc_door.bind('127.0.0.1:0')}"
+        await self.grpc_door.start()
+        while not server.started:
+            await asyncio.sleep(0.005)
+        self.http = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._ready.set()
+        await self._stop.wait()
+        await self.grpc_door.stop(0)
+        server.should_exit = True
+        await serving
