@@ -1,4 +1,4 @@
-"""One branch's way from tokens to text: incremental detokenization, then stop strings, which begin to count at min_tokens."""
+"""One branch's way from tokens to text: incremental detokenization, then stop strings, which count beyond min_tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,10 @@ class BranchText:
         released = ""
         for token_id in token_ids:
             self._count += 1
-            early = self._count < self._params.min_tokens
-            if token_id in self._params.stop_token_ids and not early:
+            armed = self._count > self._params.min_tokens
+            if armed and token_id in self._params.stop_token_ids:
                 continue
-            piece = self._detokenizer.push([token_id])
-            if early:
-                released += piece
-                continue
-            text, self._stopped = self._matcher.push(piece)
+            text, self._stopped = self._matcher.push(self._detokenizer.push([token_id]), armed=armed)
             released += text
             if self._stopped:
                 break

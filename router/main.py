@@ -20,7 +20,8 @@ from headrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from router.admin import AdminService
 from router.auth import Authenticator
 from router.gateway import Gateway
-from router.grpc_api import build_server
+from router.grpc_api import ModelFacts, build_server
+from router.metrics import DoorMetrics
 from router.openai_api import build_app
 from router.spec import GatewayReady, GatewaySpec
 from router.text import TextModel
@@ -45,7 +46,9 @@ class GatewayProcess:
         text = TextModel.load(spec.model_path, spec.chat_template)
         self.gateway = gateway = Gateway(spec, text)
         authenticator = Authenticator(spec.api_keys)
-        self._grpc = build_server(gateway, spec, authenticator)
+        metrics = DoorMetrics(spec.served_model_name)
+        facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
+        self._grpc = build_server(gateway, spec, authenticator, metrics=metrics, facts=facts)
         add_AdminServicer_to_server(AdminService(gateway, authenticator), self._grpc.server)
         try:
             port = self._grpc.bind(f"{spec.host}:{spec.grpc_port}")
@@ -53,7 +56,7 @@ class GatewayProcess:
             raise StartupError(f"grpc_port: {spec.host}:{spec.grpc_port} is in use") from None
         await self._grpc.start()
         config = uvicorn.Config(
-            build_app(gateway, spec, authenticator),
+            build_app(gateway, spec, authenticator, metrics=metrics),
             log_level="warning",
             access_log=False,
             lifespan="off",

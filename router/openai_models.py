@@ -23,6 +23,7 @@ _COMMON = frozenset(
         "stream_options",
         "n",
         "max_tokens",
+        "max_completion_tokens",
         "min_tokens",
         "temperature",
         "top_p",
@@ -40,7 +41,7 @@ _COMMON = frozenset(
     }
 )
 _COMPLETION = _COMMON | {"prompt"}
-_CHAT = _COMMON | {"messages", "max_completion_tokens", "add_generation_prompt"}
+_CHAT = _COMMON | {"messages", "add_generation_prompt"}
 _TOKENIZE = frozenset(
     {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs"}
 )

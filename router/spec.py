@@ -15,6 +15,8 @@ class GatewaySpec(BaseModel):
     """The prepared model folder: tokenizer.json, config.json, chat template."""
     served_model_name: str
     max_model_len: int
+    block_size: int = 16
+    dtype: str = "float32"
     chat_template: str | None = None
     """Path of a template that replaces the model's own."""
     host: str = "127.0.0.1"
@@ -37,7 +39,6 @@ class GatewaySpec(BaseModel):
     cluster_token: str
     cache_namespace_secret: str = ""
     controller_pid: int = 0
-    stream_buffer_tokens: int = 65536
 
 
 class GatewayReady(BaseModel):

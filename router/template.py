@@ -7,13 +7,14 @@ controls, the `generation` block).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
 
 from headrace.errors import HeadraceError, StartupError, invalid
 
@@ -54,6 +55,36 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _PlainDict:
+    """`dict(...)` and `dict.fromkeys` without the type itself, whose attributes lead out of a sandbox."""
+
+    def __call__(self, *args: Mapping[object, object], **kwargs: object) -> dict[object, object]:
+        return {**dict(*args), **kwargs}
+
+    def fromkeys(self, keys: Iterable[object], value: object = None) -> dict[object, object]:
+        return dict.fromkeys(keys, value)
+
+
+class _PlainNamespace(Namespace):
+    """`namespace(...)` that stores no underscore names, through which a template could reach Python's insides."""
+
+    def __init__(*args: object, **kwargs: object) -> None:
+        # Positional only, as in jinja's own: `self` may be one of the template's names.
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError("a namespace stores no names that begin with an underscore")
+
+
 class ChatTemplate:
     """One compiled template. `render` is thread-safe."""
 
@@ -64,6 +95,9 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        environment.globals["dict"] = _PlainDict()
+        environment.globals["namespace"] = _PlainNamespace
+        del environment.globals["lipsum"]
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:

@@ -1,4 +1,4 @@
-"""The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under one lock that is never held while running.
+"""The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under a lock never held while running.
 
 Whoever changes the scheduler's state from outside takes `lock` and calls `wake()`. A broken invariant ends the process
 (DESIGN law 8): a worker that may be wrong must not go on.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 from headrace.clock import Clock, monotonic
+from headrace.ids import RequestKey
 from workers.core.plan import StepEvents
 from workers.core.scheduler import Scheduler
 from workers.runner.base import Runner
@@ -24,18 +26,25 @@ WATCHDOG_STEPS = 50
 """A step may last this many times the longest one so far before the engine counts as hung."""
 
 
-class Engine:
-    """Runs steps while there is work. `publish` is called on the engine thread after every step."""
+class StepSink(Protocol):
+    """Called on the engine thread."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, publish: Callable[[StepEvents], None], clock: Clock = monotonic
-    ) -> None:
+    def step_began(self, keys: Sequence[RequestKey]) -> None:
+        """Requests that are computed for the first time in the step that begins now."""
+
+    def step_ended(self, events: StepEvents) -> None: ...
+
+
+class Engine:
+    """Runs steps while there is work."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, sink: StepSink, clock: Clock = monotonic) -> None:
         self.lock = threading.RLock()
         self.steps = 0
         self.last_step_s = 0.0
         self._scheduler = scheduler
         self._runner = runner
-        self._publish = publish
+        self._sink = sink
         self._clock = clock
         self._wake = threading.Condition(self.lock)
         self._step_began: float | None = None
@@ -61,8 +70,11 @@ class Engine:
         """One iteration; False when there was nothing to run."""
         with self.lock:
             plan = self._scheduler.schedule(self._clock())
+            started = self._scheduler.started
         if plan is None:
             return False
+        if started:
+            self._sink.step_began(started)
         began = self._step_began = self._clock()
         result = self._runner.run(plan)
         with self.lock:
@@ -71,8 +83,11 @@ class Engine:
         self.last_step_s = self._clock() - began
         self._longest_step_s = max(self._longest_step_s, self.last_step_s)
         self.steps += 1
-        self._publish(events)
+        self._sink.step_ended(events)
         return True
+
+    def now(self) -> float:
+        return self._clock()
 
     @property
     def step_age_s(self) -> float:
@@ -90,11 +105,9 @@ class Engine:
             while not self._stopping:
                 if not self.step():
                     with self.lock:
-                        if not self._stopping and not self._scheduler.has_work():
-                            self._wake.wait(timeout=1.0)
-                        elif not self._stopping:
-                            # Work that cannot run yet: it waits for blocks that another thread will free.
-                            self._wake.wait(timeout=0.05)
+                        # Whoever changes what can run wakes the engine; the timeout only bounds a missed wake.
+                        if not self._stopping:
+                            self._wake.wait(timeout=0.2)
         except Exception:
             log.exception("engine_broken steps=%d", self.steps)
             os._exit(EXIT_BROKEN)

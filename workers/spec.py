@@ -60,5 +60,7 @@ class WorkerReady(BaseModel):
     """Measured at start by a loopback read; 0 when not measured."""
     memory_plan: dict[str, int] = {}
     """Bytes by use: weights, workspace, kv, block_metadata."""
+    lane_note: str = ""
+    """Why a better lane is not used, or empty."""
     exact_rows: str = ""
     start_s: float = 0.0

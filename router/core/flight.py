@@ -270,7 +270,7 @@ class Flight:
     def _complete(self) -> FinishReason | None:
         """The reason when the output is whole although its worker could not say so any more."""
         params, have = self.sampling, len(self.output_ids)
-        if have >= max(params.min_tokens, 1):
+        if have > params.min_tokens:
             if self.output_ids[-1] in self.eos_token_ids and not params.ignore_eos:
                 return FinishReason.EOS
             if self.output_ids[-1] in params.stop_token_ids:

@@ -1,0 +1,421 @@
+"""The worker's middle: what gateways ask for goes into the scheduler, what steps mean goes out over sessions and leases.
+
+Everything here runs on the event loop and takes the engine's lock for as long as it looks at or changes the scheduler;
+the engine thread calls only `step_began` and `step_ended`, which hand over to the loop. Implements both sides of
+`kvtransfer.service`: `LeaseSource` (this worker's blocks for readers) and `HandoffSink` (requests adopted from others).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.clock import Clock, monotonic
+from headrace.core.records import FinishReason
+from headrace.errors import Code, Rejected
+from headrace.ids import RequestId, RequestKey
+from headrace.sampling import SamplingParams
+from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.identity import request_root
+from kvtransfer.service import (
+    Adoption,
+    End,
+    HandOffRecord,
+    HandoffStats,
+    LeaseGrant,
+    LeaseHolder,
+    LeaseReader,
+    LeaseSource,
+)
+from workers.core.plan import StepEvents
+from workers.core.request import Request, State
+from workers.core.scheduler import Scheduler
+from workers.engine import Engine
+from workers.sessions import GatewaySession, ledger_message
+
+log = logging.getLogger("headrace.workers.hub")
+
+REFUSAL_CODES = {"queue_full": Code.RESOURCE_EXHAUSTED, "complete": Code.FAILED_PRECONDITION}
+REFUSAL_TEXTS = {
+    "queue_full": "the worker's queue is full",
+    "too_large": "prompt + max_tokens exceed the worker's KV pool",
+    "too_long": "prompt + max_tokens exceed max_model_len",
+    "empty_prompt": "prompt: must not be empty",
+    "complete": "nothing is left to generate",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request here with its gateway session; outlives the scheduler's record by the time its last frames take."""
+
+    request: Request
+    session: GatewaySession
+    handle: int
+    first_offset: int
+    deadline: float
+    adoption: Adoption | None = None
+    """Set while the request's KV is on its way here."""
+    leased: bool = False
+    """A reader has a lease on the request's blocks."""
+    revoking: bool = False
+
+
+class Hub:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model_identity: bytes,
+        block_size: int,
+        make_holder: Callable[[LeaseSource], LeaseHolder],
+        reader: LeaseReader,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.sessions: set[GatewaySession] = set()
+        self.counters: dict[str, float] = defaultdict(float)
+        self._scheduler = scheduler
+        self._identity = model_identity
+        self._block_size = block_size
+        self._clock = clock
+        self._keys = itertools.count(1)
+        self._entries: dict[RequestKey, Entry] = {}
+        self._handles: dict[tuple[GatewaySession, int], Entry] = {}
+        self._names: dict[tuple[str, int], Entry] = {}
+        self._loop = asyncio.get_running_loop()
+        self.holder = make_holder(self)
+        self.reader = reader
+        self._engine: Engine | None = None
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    # ---- from gateways
+
+    def open_session(self, session: GatewaySession) -> None:
+        self.sessions.add(session)
+
+    def close_session(self, session: GatewaySession) -> None:
+        """The gateway is gone: cancel its attempts, which breaks their leases (SPEC A6)."""
+        self.sessions.discard(session)
+        for entry in [e for e in self._entries.values() if e.session is session]:
+            self._cancel(entry, FinishReason.CANCELLED)
+
+    def submit(self, session: GatewaySession, message: pb.Submit) -> None:
+        session.submit_seq = message.submit_seq
+        entry = self._entry(session, message.handle, message.body, hand_off=message.hand_off)
+        with self.engine.lock:
+            rejected = self._scheduler.submit(entry.request, self._clock())
+            self.engine.wake()
+        self._admitted(entry, rejected)
+
+    def adopt(self, session: GatewaySession, message: pb.Adopt) -> None:
+        session.submit_seq = message.submit_seq
+        entry = self._entry(session, message.handle, message.body, adopted=True)
+        with self.engine.lock:
+            rejected = self._scheduler.adopt(entry.request, self._clock())
+        self._admitted(entry, rejected)
+        if rejected is None:
+            sink = _AdoptedRequest(self, entry)
+            request = entry.request
+            entry.adoption = self.reader.adopt(request.request_id, request.attempt, message.source, sink)
+            self._reserve()
+
+    def finish(self, session: GatewaySession, handle: int, reason: str) -> None:
+        """A gateway's Finish. An unknown handle has ended already."""
+        entry = self._handles.get((session, handle))
+        if entry is not None:
+            self._cancel(entry, FinishReason.STOP if reason == "stop" else FinishReason.CANCELLED)
+
+    def _entry(
+        self,
+        session: GatewaySession,
+        handle: int,
+        body: pb.RequestBody,
+        *,
+        hand_off: bool = False,
+        adopted: bool = False,
+    ) -> Entry:
+        s = body.sampling
+        request = Request(
+            key=RequestKey(next(self._keys)),
+            request_id=RequestId(body.request_id),
+            attempt=body.attempt,
+            prompt_ids=list(body.prompt_ids),
+            output_ids=list(body.output_ids),
+            sampling=SamplingParams(
+                max_tokens=s.max_tokens,
+                min_tokens=s.min_tokens,
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                seed=s.seed,
+                branch=s.branch,
+                ignore_eos=s.ignore_eos,
+                stop_token_ids=tuple(s.stop_token_ids),
+            ),
+            root=request_root(self._identity, body.namespace),
+            no_cache=body.no_cache,
+            hand_off=hand_off,
+            adopted=adopted,
+            session=id(session),
+        )
+        deadline = self._clock() + body.time_left_s
+        if not adopted:
+            request.deadline = deadline
+        return Entry(request, session, handle, len(body.output_ids), deadline)
+
+    def _admitted(self, entry: Entry, rejected: Rejected | None) -> None:
+        if rejected is None:
+            self._entries[entry.request.key] = entry
+            self._handles[entry.session, entry.handle] = entry
+            self._names[entry.request.request_id, entry.request.attempt] = entry
+        else:
+            code = REFUSAL_CODES.get(rejected.reason, Code.INVALID_ARGUMENT)
+            self._fail(entry, code, rejected.reason, REFUSAL_TEXTS[rejected.reason], rejected.retry_after_s)
+        entry.session.load_changed()
+
+    # ---- from the engine thread
+
+    def step_began(self, keys: Sequence[RequestKey]) -> None:
+        """Requests first scheduled in the step that begins now."""
+        self._loop.call_soon_threadsafe(self._started, list(keys))
+
+    def step_ended(self, events: StepEvents) -> None:
+        self._loop.call_soon_threadsafe(self._publish, events)
+
+    def _started(self, keys: list[RequestKey]) -> None:
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                ledger = entry.request.ledger
+                started = pb.Started(handle=entry.handle, cached_tokens=ledger.cached_tokens, queue_s=ledger.queue_s)
+                entry.session.put(pb.SessionResponse(started=started))
+
+    def _publish(self, events: StepEvents) -> None:
+        """One token frame a session and iteration; then what ended; then leases; then who may come in now."""
+        frames: dict[GatewaySession, pb.Tokens] = {}
+        firsts: list[Entry] = []
+        for key, offset, token_id in zip(events.token_keys, events.token_offsets, events.token_ids, strict=True):
+            if (entry := self._entries.get(key)) is not None:
+                frame = frames.setdefault(entry.session, pb.Tokens())
+                frame.handle.append(entry.handle)
+                frame.offset.append(offset)
+                frame.token_id.append(token_id)
+                if offset == entry.first_offset and not entry.request.adopted:
+                    firsts.append(entry)
+        for session, frame in frames.items():
+            session.put(pb.SessionResponse(tokens=frame))
+        for entry in firsts:
+            self._tell_prefilled(entry)
+        with self.engine.lock:
+            self._announce(events)
+        for key, reason in events.finished:
+            if (entry := self._entries.get(key)) is not None:
+                if entry.leased:
+                    self.holder.handed_off(key, _record(entry.request, finished=True))
+                self._done(entry, reason)
+        self._reserve()
+        for session in self.sessions:
+            session.load_changed()
+
+    def _tell_prefilled(self, entry: Entry) -> None:
+        ledger = ledger_message(entry.request.ledger)
+        entry.session.put(pb.SessionResponse(prefilled=pb.Prefilled(handle=entry.handle, ledger=ledger)))
+
+    def _announce(self, events: StepEvents) -> None:
+        """Tells readers which blocks are complete, and the hand-off record when the first token is sampled."""
+        for key in events.computed:
+            entry = self._entries.get(key)
+            if entry is not None and entry.leased:
+                self.holder.computed(key, self._complete_blocks(entry.request))
+        for key in events.prefilled:
+            entry = self._entries.get(key)
+            if entry is not None and entry.leased:
+                self.holder.handed_off(key, _record(entry.request))
+
+    # ---- this worker's blocks for readers (LeaseSource)
+
+    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+        entry = self._names.get((request_id, attempt))
+        if entry is None or not entry.request.hand_off:
+            return Rejected("unknown_request", 0.0)
+        request = entry.request
+        with self.engine.lock:
+            if not self._scheduler.pin(request.key):
+                return Rejected("unknown_request", 0.0)
+            record = _record(request) if request.state is State.TRANSFERRING else None
+            blocks = self._complete_blocks(request)
+        entry.leased = True
+        return LeaseGrant(request.key, blocks, record)
+
+    def lease_ended(self, key: RequestKey, completed: bool) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.leased = False
+        with self.engine.lock:
+            if completed:
+                self._scheduler.release_handed_off(key, self._clock())
+            else:
+                self._scheduler.unpin(key)
+        if completed:
+            self._done(entry, FinishReason.HANDED_OFF)
+            self._reserve()
+        elif entry.revoking:
+            self._revoked(entry)
+
+    def revoke(self, entry: Entry) -> None:
+        """Takes the blocks of a finished prefill back; a reader with a read in flight or `Held` keeps its lease."""
+        entry.revoking = True
+        if entry.leased:
+            self.holder.revoke(entry.request.key, "pressure")
+        else:
+            self._revoked(entry)
+
+    def _revoked(self, entry: Entry) -> None:
+        self.counters["lease_revocations"] += 1
+        with self.engine.lock:
+            self._scheduler.finish(entry.request.key, FinishReason.ERROR, self._clock())
+            self.engine.wake()
+        self._fail(entry, Code.ABORTED, "lease_revoked", "the prefill worker needed the blocks")
+        self._reserve()
+
+    # ---- requests adopted from others
+
+    def _reserve(self) -> None:
+        """Blocks may have become free: let waiting adoptions and prefills in."""
+        with self.engine.lock:
+            keys = self._scheduler.reserve_adoptions(self._clock())
+            self.engine.wake()
+        for key in keys:
+            entry = self._entries[key]
+            request = entry.request
+            if entry.adoption is not None:
+                entry.adoption.reserved(request.block_ids, request.computed_tokens // self._block_size)
+
+    def activated(self, entry: Entry, record: HandOffRecord, stats: HandoffStats) -> None:
+        request = entry.request
+        entry.adoption = None
+        ledger = request.ledger
+        ledger.hand_off_s = stats.hand_off_s
+        ledger.bytes_moved = stats.bytes_moved
+        ledger.transfer_s = stats.transfer_s
+        ledger.lane = self.reader.transport.name
+        self.counters["bytes_moved"] += stats.bytes_moved
+        self.counters["transfer_s"] += stats.transfer_s
+        self.counters["handoffs"] += 1
+        with self.engine.lock:
+            self._scheduler.activate(request.key, record.output_ids, record.num_tokens, self._clock())
+            self.engine.wake()
+
+    def adoption_ended(self, entry: Entry, end: End) -> None:
+        entry.adoption = None
+        reason = FinishReason.ERROR if end.failed else FinishReason.CANCELLED
+        with self.engine.lock:
+            self._scheduler.finish_adoption(entry.request.key, reason, end.quarantined, self._clock())
+        if end.failed:
+            log.info("hand_off_failed request=%s reason=%s", entry.request.request_id, end.reason)
+            self.counters[end.reason] += 1
+            self._fail(entry, Code.ABORTED, end.reason, "the hand-off did not complete")
+        else:
+            self._forget(entry)
+        self._reserve()
+
+    def quarantine_over(self, entry: Entry) -> None:
+        with self.engine.lock:
+            self._scheduler.release_quarantine(entry.request.key)
+        self._reserve()
+
+    # ---- endings
+
+    def tick(self) -> None:
+        """Deadlines, and the way out when only readers hold what a waiting request needs."""
+        now = self._clock()
+        with self.engine.lock:
+            expired = [self._entries[key] for key in self._scheduler.expire(now) if key in self._entries]
+            stuck = self._scheduler.revocable(now)
+        for entry in expired:
+            self._done(entry, FinishReason.DEADLINE)
+        for entry in [e for e in self._entries.values() if e.request.adopted and e.deadline <= now]:
+            self._cancel(entry, FinishReason.DEADLINE)
+        if stuck is not None and stuck in self._entries:
+            self.revoke(self._entries[stuck])
+        if expired:
+            self._reserve()
+
+    def _cancel(self, entry: Entry, reason: FinishReason) -> None:
+        """Ends a request in whatever state; an adoption gives its reads up first."""
+        if entry.adoption is not None:
+            entry.adoption.cancel_now()
+        else:
+            with self.engine.lock:
+                self._scheduler.finish(entry.request.key, reason, self._clock())
+        if reason is FinishReason.DEADLINE:
+            self._done(entry, reason)
+        else:
+            self._forget(entry)
+        self._reserve()
+
+    def _done(self, entry: Entry, reason: FinishReason) -> None:
+        done = pb.Done(handle=entry.handle, reason=reason.value, ledger=ledger_message(entry.request.ledger))
+        entry.session.put(pb.SessionResponse(done=done))
+        self._forget(entry)
+
+    def _fail(self, entry: Entry, code: Code, reason: str, message: str, retry_after_s: float = 0.0) -> None:
+        failed = pb.Failed(
+            handle=entry.handle, code=code.value, reason=reason, message=message, retry_after_s=retry_after_s
+        )
+        entry.session.put(pb.SessionResponse(failed=failed))
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """The last mention of a request; idempotent. A reader that still has a lease learns how it ended."""
+        request = entry.request
+        if self._entries.pop(request.key, None) is None:
+            return
+        del self._handles[entry.session, entry.handle]
+        self._names.pop((request.request_id, request.attempt), None)
+        entry.session.load_changed()
+        if entry.leased:
+            self.holder.request_ended(request.key, "request_ended")
+
+    # ---- looking
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._entries)
+
+    def _complete_blocks(self, request: Request) -> list[int]:
+        """Blocks that no later step writes: the full ones, and once the first token is sampled all of them."""
+        size = self._block_size
+        done = request.computed_tokens
+        return request.block_ids[: -(-done // size) if request.state is State.TRANSFERRING else done // size]
+
+
+class _AdoptedRequest:
+    """The hub as one adoption sees it (HandoffSink)."""
+
+    def __init__(self, hub: Hub, entry: Entry) -> None:
+        self._hub = hub
+        self._entry = entry
+
+    def activated(self, record: HandOffRecord, stats: HandoffStats) -> None:
+        self._hub.activated(self._entry, record, stats)
+
+    def ended(self, end: End) -> None:
+        self._hub.adoption_ended(self._entry, end)
+
+    def quarantine_over(self) -> None:
+        self._hub.quarantine_over(self._entry)
+
+
+def _record(request: Request, finished: bool = False) -> HandOffRecord:
+    return HandOffRecord(tuple(request.output_ids), request.computed_tokens, finished, request.ledger)

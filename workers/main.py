@@ -1,0 +1,208 @@
+"""The worker process: runner, engine thread, KV transport and gRPC service put together.
+
+python -m workers.main < spec.json     one line of WorkerSpec in, one line of WorkerReady out, then until SIGTERM
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import grpc
+
+from headrace.errors import InvariantError
+from headrace.process import die_with_parent, log_to_stderr, serve
+from headrace.v1 import worker_pb2 as pb
+from headrace.v1 import worker_pb2_grpc as rpc
+from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
+from kvtransfer.transports.base import peer_name
+from kvtransfer.transports.select import Lane, make_transport
+from workers.core.blocks import BlockPool
+from workers.core.prefix_cache import PrefixCache
+from workers.core.scheduler import Scheduler, SchedulerSettings
+from workers.engine import EXIT_BROKEN, Engine
+from workers.hub import Hub
+from workers.runner.base import Runner
+from workers.server import SERVER_OPTIONS, WorkerService
+from workers.spec import WorkerReady, WorkerSpec
+
+log = logging.getLogger("headrace.workers.main")
+
+TICK_S = 0.1
+EXIT_HUNG = 71
+EXIT_QUARANTINE = 72
+
+
+def torch_runner(spec: WorkerSpec) -> Runner:
+    """The real runner, loaded, self-tested and warm. torch is imported here and nowhere above."""
+    from workers.runner.torch_runner import TorchRunner
+
+    runner = TorchRunner(
+        spec.model_path,
+        spec.max_model_len,
+        block_size=spec.block_size,
+        kv_cache_bytes=spec.kv_cache_bytes,
+        threads=spec.threads,
+        exact=spec.exact,
+        max_batched_tokens=spec.max_num_batched_tokens,
+    )
+    runner.warm_up()
+    return runner
+
+
+class Worker:
+    """start -> wait -> stop. Errors before readiness are StartupError with one clear line."""
+
+    def __init__(self, spec: WorkerSpec, make_runner: Callable[[WorkerSpec], Runner] = torch_runner) -> None:
+        self.spec = spec
+        self.hub: Hub
+        self.engine: Engine
+        self.service: WorkerService
+        self._make_runner = make_runner
+        self._stopped = asyncio.Event()
+        self._stopping = False
+
+    async def start(self) -> WorkerReady:
+        began, spec = time.monotonic(), self.spec
+        runner = await asyncio.to_thread(self._make_runner, spec)
+        layout, identity = runner.layout, runner.fingerprint()
+        fingerprint = identity.hex()
+        peer_id = peer_name(spec.worker_id, spec.incarnation)
+        self._lane: Lane = await make_transport(
+            spec.transport,
+            runner.kv_pool,
+            layout.block_bytes,
+            peer_id=peer_id,
+            token=spec.cluster_token,
+            host=spec.host,
+            read_timeout_s=spec.read_timeout_s,
+        )
+        self.pool = BlockPool(runner.num_blocks, layout.block_size)
+        self.scheduler = Scheduler(_settings(spec, runner), self.pool, PrefixCache(self.pool))
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        port = self._server.add_insecure_port(f"{spec.host}:0")
+        address = f"{spec.host}:{port}"
+        me = pb.PeerAddress(worker_id=spec.worker_id, incarnation=spec.incarnation, address=address)
+        transport = self._lane.transport
+
+        def make_holder(source: LeaseSource) -> LeaseHolder:
+            return LeaseHolder(
+                source,
+                transport,
+                incarnation=spec.incarnation,
+                fingerprint=fingerprint,
+                token=spec.cluster_token,
+                liveness_s=spec.liveness_s,
+            )
+
+        reader = LeaseReader(
+            transport,
+            me=me,
+            block_size=layout.block_size,
+            fingerprint=fingerprint,
+            token=spec.cluster_token,
+            liveness_s=spec.liveness_s,
+        )
+        self.hub = Hub(self.scheduler, identity, layout.block_size, make_holder, reader)
+        self.engine = Engine(self.scheduler, runner, self.hub)
+        self.hub.attach(self.engine)
+        hello = pb.WorkerHello(
+            worker_id=spec.worker_id,
+            incarnation=spec.incarnation,
+            role=spec.role.value,
+            fingerprint=fingerprint,
+            block_size=layout.block_size,
+            total_blocks=runner.num_blocks,
+            max_model_len=spec.max_model_len,
+            lane=transport.name,
+        )
+        self.service = WorkerService(spec, hello, self.hub, self.scheduler, self.pool)
+        rpc.add_WorkerServicer_to_server(self.service, self._server)
+        self.engine.start()
+        await self._server.start()
+        self._monitor_task = asyncio.create_task(self._monitor(layout.block_bytes))
+        return WorkerReady(
+            worker_id=spec.worker_id,
+            incarnation=spec.incarnation,
+            role=spec.role,
+            address=address,
+            pid=os.getpid(),
+            fingerprint=fingerprint,
+            total_blocks=runner.num_blocks,
+            block_size=layout.block_size,
+            lane=transport.name,
+            lane_gbps=self._lane.gbps,
+            lane_note=self._lane.note,
+            memory_plan=runner.memory_plan(),
+            exact_rows=runner.exact_rows,
+            start_s=time.monotonic() - began,
+        )
+
+    async def wait(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """Idempotent. Sessions and leases end, then the engine after its running step, then the transport."""
+        if self._stopping:
+            await self._stopped.wait()
+            return
+        self._stopping = True
+        self._monitor_task.cancel()
+        await self._server.stop(grace=0.2)
+        await self.hub.reader.close()
+        await asyncio.to_thread(self.engine.stop)
+        await self._lane.transport.close()
+        self._stopped.set()
+
+    async def _monitor(self, block_bytes: int) -> None:
+        """Deadlines and stuck readers; and the three reasons for a worker to end itself (DESIGN laws 3, 8, 9)."""
+        cap = self.spec.quarantine_cap_bytes
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.hub.tick()
+                if not self.hub.live_requests:
+                    with self.engine.lock:
+                        self.pool.check_integrity()
+            except InvariantError:
+                log.exception("invariant_broken worker=%s", self.spec.worker_id)
+                os._exit(EXIT_BROKEN)
+            if self.engine.hung:
+                log.critical("engine_hung worker=%s step_age_s=%.1f", self.spec.worker_id, self.engine.step_age_s)
+                os._exit(EXIT_HUNG)
+            if self.pool.quarantined_blocks * block_bytes > cap:
+                log.critical("quarantine_full worker=%s blocks=%d", self.spec.worker_id, self.pool.quarantined_blocks)
+                os._exit(EXIT_QUARANTINE)
+
+
+def _settings(spec: WorkerSpec, runner: Runner) -> SchedulerSettings:
+    return SchedulerSettings(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.max_num_seqs,
+        long_prefill_token_threshold=spec.long_prefill_token_threshold,
+        block_size=spec.block_size,
+        max_waiting_requests=spec.max_waiting_requests,
+        max_waiting_tokens=spec.max_waiting_tokens,
+        watermark_blocks=max(1, runner.num_blocks // 100),
+        max_model_len=spec.max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+    )
+
+
+def main() -> None:
+    spec = WorkerSpec.model_validate_json(sys.stdin.readline())
+    log_to_stderr(spec.worker_id)
+    die_with_parent(spec.controller_pid)
+
+    async def run() -> int:
+        return await serve(Worker(spec))
+
+    sys.exit(asyncio.run(run()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The worker's gRPC service: sessions of gateways, leases of readers, the worker's account. Thin: the hub decides nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from typing import Any
+
+import grpc
+
+from headrace.core.records import WorkerLoad
+from headrace.errors import InvariantError
+from headrace.v1 import worker_pb2 as pb
+from headrace.v1 import worker_pb2_grpc as rpc
+from kvtransfer.service import TOKEN_KEY
+from workers.core.blocks import BlockPool
+from workers.core.scheduler import Scheduler
+from workers.hub import Hub
+from workers.sessions import GatewaySession
+from workers.spec import WorkerSpec
+
+log = logging.getLogger("headrace.workers.server")
+
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class WorkerService(rpc.WorkerServicer):
+    """Every call carries the cluster token."""
+
+    def __init__(
+        self, spec: WorkerSpec, hello: pb.WorkerHello, hub: Hub, scheduler: Scheduler, pool: BlockPool
+    ) -> None:
+        self._spec = spec
+        self._hello = hello
+        self._hub = hub
+        self._scheduler = scheduler
+        self._pool = pool
+
+    async def Session(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """One gateway, until either side ends it or the gateway is silent for `liveness_s`."""
+        await self._check(context)
+        first = await asyncio.wait_for(context.read(), self._spec.liveness_s)
+        if first is grpc.aio.EOF or not first.HasField("hello"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with hello")
+        session = GatewaySession(first.hello.gateway_id, self._spec.liveness_s / 8, self._load)
+        await context.write(pb.SessionResponse(hello=self._hello))
+        self._hub.open_session(session)
+        tasks = [asyncio.create_task(work) for work in (self._send(session, context), self._receive(session, context))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._hub.close_session(session)
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception) and not isinstance(result, (grpc.RpcError, grpc.aio.BaseError)):
+                    log.warning("session_ended gateway=%s error=%s", session.gateway_id, type(result).__name__)
+
+    async def Lease(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await self._hub.holder.serve(context)
+
+    async def WorkerStatus(
+        self, request: pb.WorkerStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.WorkerStatusResponse:
+        await self._check(context)
+        return self.status()
+
+    def status(self) -> pb.WorkerStatusResponse:
+        """The worker's own account; conservation of blocks is checked while at it."""
+        hub = self._hub
+        with hub.engine.lock:
+            try:
+                self._scheduler.check_integrity()
+                integrity = ""
+            except InvariantError as error:
+                integrity = str(error)
+            holders = self._scheduler.holders()
+            counters = {name: float(n) for name, n in self._scheduler.stats().items()}
+            used, quarantined = self._pool.used_blocks, self._pool.quarantined_blocks
+        return pb.WorkerStatusResponse(
+            worker_id=self._spec.worker_id,
+            incarnation=self._spec.incarnation,
+            role=self._spec.role.value,
+            load=self._load(0),
+            live_requests=hub.live_requests,
+            leases=hub.holder.leases,
+            handoffs=hub.reader.handoffs,
+            transfers=hub.reader.reads_in_flight,
+            quarantined_blocks=quarantined,
+            used_blocks=used + quarantined,
+            holders=[pb.BlockHolder(holder=name, blocks=n) for name, n in holders.items()],
+            integrity_error=integrity,
+            sessions=len(hub.sessions),
+            counters=counters | dict(hub.counters),
+            pid=os.getpid(),
+            transport=hub.reader.transport.name,
+        )
+
+    async def _send(self, session: GatewaySession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async for frame in session.frames():
+            await context.write(frame)
+
+    async def _receive(self, session: GatewaySession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            message = await asyncio.wait_for(context.read(), self._spec.liveness_s)
+            if message is grpc.aio.EOF:
+                return
+            match message.WhichOneof("kind"):
+                case "submit":
+                    self._hub.submit(session, message.submit)
+                case "adopt":
+                    self._hub.adopt(session, message.adopt)
+                case "finish":
+                    self._hub.finish(session, message.finish.handle, message.finish.reason)
+
+    def _load(self, submit_seq: int) -> pb.LoadReport:
+        engine = self._hub.engine
+        with engine.lock:
+            load: WorkerLoad = self._scheduler.load(submit_seq, engine.now())
+        return pb.LoadReport(
+            submit_seq=load.submit_seq,
+            waiting_requests=load.waiting_requests,
+            waiting_tokens=load.waiting_tokens,
+            running_requests=load.running_requests,
+            adopting_requests=load.adopting_requests,
+            free_blocks=load.free_blocks,
+            evictable_blocks=load.evictable_blocks,
+            total_blocks=load.total_blocks,
+            step_age_s=engine.step_age_s,
+            step_s=load.step_s,
+        )
+
+    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        token = str(metadata.get(TOKEN_KEY, ""))
+        if not hmac.compare_digest(token.encode(), self._spec.cluster_token.encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
