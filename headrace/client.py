@@ -46,7 +46,7 @@ class Sampling(TypedDict, total=False):
     seed: int
     n: int
     ignore_eos: bool
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
 
 
@@ -181,6 +181,8 @@ def _request(
     no_cache: bool,
     sampling: Sampling,
 ) -> inference_pb2.GenerateRequest:
+    if isinstance(stop := sampling.get("stop"), str):
+        sampling = {**sampling, "stop": [stop]}
     try:
         options = inference_pb2.SamplingOptions(**sampling)
     except (TypeError, ValueError) as error:

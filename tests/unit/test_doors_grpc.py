@@ -89,6 +89,18 @@ def test_zero_is_a_value_and_unset_is_the_default(client: HeadraceClient, doors:
     assert 4 < spec.deadline_s < 5.5  # gRPC rounds timeouts up
 
 
+def test_one_stop_string_is_one_stop(client: HeadraceClient) -> None:
+    answer = client.generate("hello world", max_tokens=20, stop=" wor").choices[0]
+    assert (answer.text, answer.finish_reason) == ("hello", "stop")
+
+
+def test_the_client_refuses_what_cannot_be_sent(client: HeadraceClient) -> None:
+    for wrong in ({"temperature": "hot"}, {"nothing": 1}, {"max_tokens": 2**70}):
+        with pytest.raises(HeadraceError) as caught:
+            client.generate("a", **wrong)
+        assert caught.value.code is Code.INVALID_ARGUMENT
+
+
 BAD_CALLS: list[tuple[dict[str, object], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "token_ids"),

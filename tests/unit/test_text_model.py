@@ -84,6 +84,9 @@ def test_a_missing_tokenizer_or_template_is_one_clear_line(folder: Path) -> None
         ("{{ messages[0].nothing.more }}", [{}], "messages: the model's chat template cannot render these messages"),
         ("{{ 1 + messages }}", [], "messages: the model's chat template cannot render these messages"),
         ("{{ ''.__class__.__mro__ }}", [], "messages: the model's chat template cannot render these messages"),
+        ("{{ dict.__mro__[0] }}", [], "messages: the model's chat template cannot render these messages"),
+        ("{{ namespace(__class__=1) }}", [], "messages: the model's chat template cannot render these messages"),
+        ("{{ lipsum.__globals__ }}", [], "messages: the model's chat template cannot render these messages"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", [], "messages: the model's chat template cannot render"),
     ],
 )
@@ -106,10 +109,12 @@ def test_templates_have_what_hugging_face_templates_expect() -> None:
     template = (
         "{%- for m in messages -%}{% generation %}{{ m.content | tojson }}{% endgeneration %}"
         "{% if loop.first %}{% continue %}{% endif %}{% break %}{%- endfor -%}"
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}|{{ ns.n }}"
+        "|{{ dict(a=1).a }}|{{ dict.fromkeys(['k'], 2).k }}"
         "|{{ strftime_now('%Y') | length }}|{{ tools is none }}|{{ {'b': '<é>'} | tojson(indent=1) }}"
     )
     messages = [{"role": "user", "content": "<&é"}, {"role": "user", "content": "b"}, {"role": "user", "content": "c"}]
-    assert text_model(template).render_chat(messages) == '"<&é""b"|4|True|{\n "b": "<é>"\n}'
+    assert text_model(template).render_chat(messages) == '"<&é""b"|3|1|2|4|True|{\n "b": "<é>"\n}'
 
 
 def test_templates_cannot_change_the_messages() -> None:
