@@ -195,7 +195,7 @@ def _request(
     elif prompt and isinstance(prompt[0], Mapping):
         request.chat.CopyFrom(_messages(prompt))  # type: ignore[arg-type]
     else:
-        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        request.token_ids.ids.extend(prompt)
         request.token_ids.SetInParent()
     return request
 

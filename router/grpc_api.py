@@ -61,7 +61,7 @@ class GrpcDoor:
 
     def bind(self, address: str) -> int:
         """The bound port. Raises RuntimeError when the address is in use."""
-        return self.server.add_insecure_port(address)
+        return int(self.server.add_insecure_port(address))
 
     async def start(self) -> None:
         await self.server.start()

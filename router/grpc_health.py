@@ -14,7 +14,7 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _POLL_S = 0.2
 
 
-class ReadinessHealth(health_pb2_grpc.HealthServicer):
+class ReadinessHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
     """`ready` is asked at each Check and polled by each Watch; `set_serving(False)` announces a drain at once."""
 
     def __init__(self, ready: Callable[[], bool], services: tuple[str, ...]) -> None:
@@ -29,7 +29,7 @@ class ReadinessHealth(health_pb2_grpc.HealthServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def status(self, service: str) -> int | None:
+    def status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus | None:
         """None: no such service."""
         if service not in self._services:
             return None

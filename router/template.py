@@ -13,7 +13,8 @@ from datetime import datetime
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from headrace.errors import HeadraceError, StartupError, invalid
@@ -59,7 +60,9 @@ class _PlainDict:
     """`dict(...)` and `dict.fromkeys` without the type itself, whose attributes lead out of a sandbox."""
 
     def __call__(self, *args: Mapping[object, object], **kwargs: object) -> dict[object, object]:
-        return {**dict(*args), **kwargs}
+        made: dict[object, object] = dict(*args)
+        made.update(kwargs)
+        return made
 
     def fromkeys(self, keys: Iterable[object], value: object = None) -> dict[object, object]:
         return dict.fromkeys(keys, value)
