@@ -19,33 +19,23 @@ def show(console: Console, deployment: Deployment, processes: Sequence[ProcessVi
     """Prints the table of processes and the next steps. `start_s` is the time from command to ready."""
     specs = {spec.worker_id: spec for spec in deployment.workers}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("process", "role", "pid", "address", "threads", "memory", "KV lane"):
-        table.add_column(column, overflow="fold")
+    for column in ("process", "pid", "address", "threads", "KV pool", "KV lane", "memory"):
+        table.add_column(column, no_wrap=column != "memory")
     gateway: GatewayReady | None = None
     for view in processes:
         if isinstance(view.ready, GatewayReady):
             gateway = view.ready
-            table.add_row(
-                view.slot, "gateway", str(view.pid), f"grpc {gateway.grpc_address}\nhttp {gateway.http_address}"
-            )
+            table.add_row(view.slot, str(view.pid), f"grpc {gateway.grpc_address}\nhttp {gateway.http_address}")
         elif isinstance(view.ready, WorkerReady):
-            ready, spec = view.ready, specs[view.slot]
-            table.add_row(
-                view.slot,
-                ready.role.value,
-                str(ready.pid),
-                ready.address,
-                str(spec.threads),
-                _memory(ready),
-                _lane(ready),
-            )
+            ready, threads = view.ready, str(specs[view.slot].threads)
+            table.add_row(view.slot, str(view.pid), ready.address, threads, _pool(ready), _lane(ready), _memory(ready))
     console.print()
     console.print(table)
     served = deployment.gateway
     exact = "on" if any(worker.exact for worker in deployment.workers) else "off"
     console.print(
-        f"\n[bold]{served.served_model_name}[/bold] ready in {start_s:.1f} s"
-        f"  backend {deployment.cluster.backend}, mode {served.mode}, exact {exact}, "
+        f"\n[bold]{served.served_model_name}[/bold] ready in {start_s:.1f} s\n"
+        f"backend {deployment.cluster.backend}, mode {served.mode}, exact {exact}, "
         f"max_model_len {served.max_model_len}"
     )
     if gateway is not None:
@@ -71,11 +61,13 @@ def _try(console: Console, gateway: GatewayReady, model: str, *, needs_key: bool
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _pool(ready: WorkerReady) -> str:
+    return f"{ready.total_blocks * ready.block_size:,} tokens"
+
+
 def _memory(ready: WorkerReady) -> str:
-    tokens = ready.total_blocks * ready.block_size
-    plan = ready.memory_plan
-    parts = [f"{name} {format_bytes(size)}" for name, size in plan.items() if size >= 1 << 20]
-    return f"{', '.join(parts)}\n{tokens:,} KV tokens" if parts else f"{tokens:,} KV tokens"
+    """Uses of at least a MiB."""
+    return ", ".join(f"{use} {format_bytes(size)}" for use, size in ready.memory_plan.items() if size >= 1 << 20)
 
 
 def _lane(ready: WorkerReady) -> str:

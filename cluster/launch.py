@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from headrace.errors import StartupError
 
 T = TypeVar("T")
 
+LOG_WIDTH = 120
+"""Columns of the table when standard error is no terminal."""
+
 
 def serve(config: ServeConfig, ready_path: Path | None = None, console: Console | None = None) -> int:
     """Runs until SIGINT, SIGTERM or SIGHUP; returns the exit status (0 after an ordered stop).
@@ -38,7 +42,7 @@ def serve(config: ServeConfig, ready_path: Path | None = None, console: Console 
     deployment cannot start.
     """
     began = monotonic()
-    out = console or Console(stderr=True, highlight=False)
+    out = console or Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else LOG_WIDTH)
     return asyncio.run(_serve(config, ready_path.absolute() if ready_path else None, out, began))
 
 

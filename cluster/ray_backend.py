@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -26,6 +27,8 @@ from cluster.backend import Handle, Ready, Spec, process_env, ready_type
 from cluster.core.lifecycle import Kind
 from headrace.errors import StartupError
 from workers.spec import WorkerSpec
+
+log = logging.getLogger("headrace.cluster.ray")
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 _CALL_TIMEOUT_S = 5.0
@@ -81,6 +84,7 @@ class RayBackend:
             raise StartupError(f"{where}: {_first_line(error)}{self._token_hint(error)}") from None
 
     def _init(self) -> None:
+        _silence_ray()
         common: dict[str, Any] = {
             "namespace": self._namespace,
             "log_to_driver": False,
@@ -215,6 +219,13 @@ class RayBackend:
             death.cancel()
         self._is_open = False
         await asyncio.to_thread(ray.shutdown)
+
+
+def _silence_ray() -> None:
+    """Ray prints a page on standard output about each actor that dies; the controller's one line says it."""
+    printer = "print_to_stdstream"
+    if hasattr(ray._private.worker, printer):
+        setattr(ray._private.worker, printer, lambda data, **_: log.info("ray %s", data.get("lines")))
 
 
 def _use_private_token() -> None:

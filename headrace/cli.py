@@ -117,11 +117,8 @@ def generate(
             if as_json:
                 cli_output.print_json(client.generate(question, explain=True, **sampling))
                 return
-            chunks = client.stream(question, explain=explain, **sampling)
-            try:
-                cli_output.print_stream(chunks)
-            finally:
-                chunks.close()
+            # Leaving the client closes its channel: an interrupted answer is cancelled on the server too.
+            cli_output.print_stream(client.stream(question, explain=explain, **sampling))
 
 
 @app.command()

@@ -78,23 +78,22 @@ def print_status(answer: admin_pb2.StatusResponse) -> None:
     console = Console(highlight=False)
     gateway = answer.gateway
     console.print(
-        f"[bold]{answer.model}[/bold]  gateway {gateway.gateway_id}: {gateway.live_requests} live, "
+        f"[bold]{answer.model}[/bold], {gateway.gateway_id}\n{gateway.live_requests} live; "
         f"{gateway.accepted} accepted = {gateway.completed} completed + {gateway.failed} failed + "
         f"{gateway.cancelled} cancelled, {gateway.retries} retries"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "role", "state", "pid", "address", "waiting", "running", "blocks used", "leases", "reads"):
-        table.add_column(column, overflow="fold")
+    for column in ("worker", "pid", "session", "waiting", "running", "blocks", "leases", "reads"):
+        table.add_column(column, no_wrap=True)
     for view in answer.workers:
-        state = "connected" if view.connected else "[red]not connected[/red]"
-        row = [view.worker_id, view.role, state]
+        session = "yes" if view.connected else "[red]no[/red]"
         if view.HasField("status"):
             s = view.status
-            row += [str(s.pid), view.address, str(s.load.waiting_requests), str(s.load.running_requests)]
+            row = [str(s.pid), session, str(s.load.waiting_requests), str(s.load.running_requests)]
             row += [f"{s.used_blocks}/{s.load.total_blocks}", str(s.leases), str(s.transfers)]
         else:
-            row += ["-", view.address, *["-"] * 5]
-        table.add_row(*row)
+            row = ["-", session, *["-"] * 5]
+        table.add_row(view.worker_id, *row)
     console.print(table)
 
 
