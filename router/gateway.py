@@ -145,6 +145,8 @@ class Gateway:
     def _admit(self, spec: GenerationSpec) -> None:
         if self._draining:
             raise HeadraceError(Code.UNAVAILABLE, "the deployment is shutting down", retry_after_s=5.0)
+        if not self.ready():
+            raise HeadraceError(Code.UNAVAILABLE, "no worker is ready", retry_after_s=2.0)
         if len(self._live) + len(spec.sampling) > self.spec.max_live_requests:
             limit = self.spec.max_live_requests
             raise HeadraceError(Code.RESOURCE_EXHAUSTED, f"{limit} requests are in progress", retry_after_s=1.0)

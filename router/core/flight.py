@@ -124,7 +124,7 @@ class Flight:
         """Tries to plan a queued flight. No actions: nobody can take it yet, or it has just ended (see `state`)."""
         if self.state is not FlightState.QUEUED:
             return []
-        mode = Mode.COLOCATED if self._whole_next and self.mode is Mode.AUTO else self.mode
+        mode = Mode.COLOCATED if self._whole_next else self.mode
         plan = choose_plan(mode, fleet, self.excluded, self.num_tokens, turn)
         if plan is None:
             if self._refusal is not None:

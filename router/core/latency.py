@@ -121,15 +121,15 @@ class Timeline:
         if not self._has_decode and self.last_token is not None:
             # Ended by the gateway (stop string): the worker's account never came.
             decode_s = self.last_token - self.first_token - preempted
-        spent = d.hand_off_s + d.queue_s + decode_s + preempted
-        return [
+        stages = [
             ("exposed_hand_off", d.hand_off_s),
             ("decode_queue", d.queue_s),
             ("decode", decode_s),
             ("preempted", preempted),
             ("tool_wait", 0.0),
-            ("detokenize_and_stream", (self.complete - self.first_token) - spent),
         ]
+        rest = (self.complete - self.first_token) - sum(seconds for _, seconds in stages)
+        return [*_after_first_token(stages, -rest), ("detokenize_and_stream", max(rest, 0.0))]
 
     @property
     def cached_tokens(self) -> int:
@@ -142,3 +142,15 @@ class Timeline:
     @property
     def lane(self) -> str:
         return self._decode.lane
+
+
+def _after_first_token(stages: Stages, overlap: float) -> Stages:
+    """Workers begin to count when the token is sampled, the client's ledger when the gateway has it: what they count more
+    than the interval holds lies before it, in the earliest stages, and is in `transport` already.
+    """
+    kept = []
+    for name, seconds in stages:
+        cut = min(seconds, max(overlap, 0.0))
+        overlap -= cut
+        kept.append((name, seconds - cut))
+    return kept

@@ -1,0 +1,174 @@
+"""A whole deployment in one process and one event loop: real gateway, sessions, leases and transports over loopback, FakeRunner
+instead of a model. The expected output of any request is computable, so that every fault test can demand exact tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from headrace.core.records import Role
+from headrace.ids import counting_ids
+from headrace.sampling import SamplingParams
+from headrace.v1 import admin_pb2
+from router.api import GenerationSpec, Usage
+from router.gateway import Gateway
+from tests.doors_fixtures import EOS, gateway_spec, text_model
+from workers.main import Worker
+from workers.runner.fake import FakeRunner, fake_next_token
+from workers.spec import WorkerReady, WorkerSpec
+
+TOKEN = "cluster-secret"
+VOCAB = 267
+
+
+@dataclass
+class Answer:
+    """What one client saw."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reasons: list[str] = field(default_factory=list)
+    usage: Usage | None = None
+
+
+class World:
+    """Workers by name; `kill` ends one abruptly, `restart` brings a new incarnation."""
+
+    def __init__(self, runner: Callable[[WorkerSpec], FakeRunner], **options: object) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.ready: dict[str, WorkerReady] = {}
+        self.gateway: Gateway
+        self._runner = runner
+        self._options = options
+        self._incarnations = itertools.count(1)
+        self._versions = itertools.count(1)
+
+    async def start_worker(self, name: str, role: Role) -> None:
+        options = {"transport": "tcp", "liveness_s": 2.0, "max_num_batched_tokens": 64, "max_num_seqs": 32}
+        spec = WorkerSpec(
+            worker_id=name,
+            incarnation=f"inc-{next(self._incarnations)}",
+            role=role,
+            model_path="fake",
+            max_model_len=1024,
+            threads=1,
+            kv_cache_bytes=1 << 20,
+            cluster_token=TOKEN,
+            long_prefill_token_threshold=32,
+            **(options | self._options),  # type: ignore[arg-type]
+        )
+        worker = Worker(spec, self._runner)
+        self.ready[name] = await worker.start()
+        self.workers[name] = worker
+
+    def push_members(self) -> None:
+        members = [
+            admin_pb2.Member(worker_id=r.worker_id, incarnation=r.incarnation, address=r.address, role=r.role.value)
+            for r in self.ready.values()
+        ]
+        self.gateway.set_members(next(self._versions), members)
+
+    async def connected(self) -> None:
+        async with asyncio.timeout(10):
+            while sum(s.connected for s in self.gateway._sessions.values()) < len(self.ready):
+                await asyncio.sleep(0.01)
+
+    async def kill(self, name: str) -> None:
+        """The process is gone: sockets closed, nothing said."""
+        worker = self.workers.pop(name)
+        self.ready.pop(name)
+        await worker._server.stop(grace=None)
+        await worker.stop()
+
+    async def restart(self, name: str, role: Role) -> None:
+        if name in self.workers:
+            await self.kill(name)
+        await self.start_worker(name, role)
+        self.push_members()
+
+    async def ask(self, spec: GenerationSpec) -> Answer:
+        answer = Answer()
+        async for delta in self.gateway.generate(spec):
+            answer.tokens += delta.token_ids
+            answer.text += delta.text
+            if delta.finish_reason:
+                answer.finish_reasons.append(delta.finish_reason)
+            answer.usage = delta.usage or answer.usage
+        return answer
+
+    async def assert_drained(self, settle_s: float = 5.0) -> None:
+        """CASES law c: at idle every process has given everything back."""
+        end = asyncio.get_running_loop().time() + settle_s
+        while True:
+            held = await self._held()
+            if not held:
+                return
+            assert asyncio.get_running_loop().time() < end, held
+            await asyncio.sleep(0.02)
+
+    async def _held(self) -> list[str]:
+        held = []
+        gateway = self.gateway
+        if gateway._live or gateway._legs or gateway._queued or gateway._labels:
+            held.append(f"gateway: {len(gateway._live)} live, {len(gateway._legs)} legs, {len(gateway._queued)} queued")
+        for name, worker in self.workers.items():
+            status = worker.service.status()
+            for what in ("live_requests", "leases", "handoffs", "transfers", "used_blocks", "quarantined_blocks"):
+                if n := getattr(status, what):
+                    held.append(f"{name}: {n} {what} {[(h.holder, h.blocks) for h in status.holders]}")
+            assert status.integrity_error == ""
+        return held
+
+
+def spec(prompt: list[int], max_tokens: int = 16, **options: object) -> GenerationSpec:
+    params = {k: options.pop(k) for k in ("temperature", "seed", "min_tokens", "ignore_eos") if k in options}
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return GenerationSpec(tenant="t", label="", prompt_ids=tuple(prompt), sampling=(sampling,), **options)  # type: ignore[arg-type]
+
+
+def expected(request: GenerationSpec) -> list[int]:
+    """The output of the run without faults."""
+    params = request.sampling[0]
+    history = list(request.prompt_ids)
+    out: list[int] = []
+    while len(out) < params.max_tokens:
+        banned = (EOS,) if len(out) < params.min_tokens and not params.ignore_eos else ()
+        token = fake_next_token(history, params, banned, VOCAB)
+        out.append(token)
+        history.append(token)
+        if token == EOS and not params.ignore_eos and len(out) > params.min_tokens:
+            break
+    return out
+
+
+@asynccontextmanager
+async def world(
+    *roles: Role, step_s: float = 0.0, num_blocks: int = 256, gateway: dict[str, object] | None = None, **options: object
+) -> AsyncIterator[World]:
+    """All workers up and connected; ends with everything closed, drained or not."""
+
+    def runner(spec: WorkerSpec) -> FakeRunner:
+        return FakeRunner(1024, num_blocks=num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,), step_s=step_s)
+
+    running = World(runner, **options)
+    text = text_model()
+    running.gateway = Gateway(
+        gateway_spec(max_model_len=1024, liveness_s=2.0, cluster_token=TOKEN, **(gateway or {})), text, ids=counting_ids()
+    )
+    counts: dict[Role, int] = {}
+    try:
+        for role in roles:
+            await running.start_worker(f"{role.value}-{counts.get(role, 0)}", role)
+            counts[role] = counts.get(role, 0) + 1
+        running.push_members()
+        await running.connected()
+        yield running
+    finally:
+        await running.gateway.close()
+        for worker in running.workers.values():
+            await worker.stop()
+        text.close()
