@@ -1,7 +1,8 @@
-"""A worker's core in a box: builders with defaults, and a toy runner whose KV is the token ids themselves.
+"""A worker's core in a box: builders with defaults, and a toy runner with a KV that can be checked.
 
-The toy model's next token is a function of every token that the row *reads* through its block table, so a block that is
-shared, reused or cached too early changes outputs; and each row's history is compared slot by slot before it is used.
+As in a real model, the toy KV of a position depends on all tokens up to it and is computed from what the row *reads*
+through its block table; every slot that a row reads is compared with what it must be. A block that is shared, reused or
+cached too early cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headrace.core.records import FinishReason
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
 from workers.core.blocks import BlockPool
-from workers.core.limits import SchedulerSettings, end_reason
+from workers.core.limits import SchedulerSettings, banned_ids, end_reason
 from workers.core.plan import StepEvents, StepPlan, StepResult
 from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
@@ -53,27 +54,36 @@ def alone(request: Request, settings: SchedulerSettings, vocab: int) -> list[int
     """Output of a run with nobody else, endless memory and no scheduler at all."""
     twin = Request(RequestKey(-1), request.request_id, 0, list(request.prompt_ids), request.sampling, request.root)
     while True:
-        floor = len(twin.output_ids) < request.sampling.min_tokens
-        eos = () if request.sampling.ignore_eos else settings.eos_token_ids
-        banned = eos + request.sampling.stop_token_ids if floor else ()
-        twin.append(toy_token(twin.token_ids, vocab, banned))
+        twin.append(toy_token(twin.token_ids, vocab, banned_ids(twin, settings)))
         if end_reason(twin, settings) is not None:
             return twin.output_ids
 
 
+def chain(tokens: Sequence[int]) -> list[int]:
+    """The toy KV of each position."""
+    kv: list[int] = []
+    for token in tokens:
+        kv.append(link(kv[-1] if kv else 0, token))
+    return kv
+
+
+def link(before: int, token: int) -> int:
+    return (before * 1_000_003 + token + 1) % (2**61 - 1)
+
+
 class ToyRunner:
-    """`kv[block][slot]` is the token whose KV stands there, None when nothing was ever written."""
+    """`kv[block][slot]`; -1 where nothing was ever written."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab: int) -> None:
-        self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.kv = [[-1] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.vocab = vocab
 
-    def write(self, table: Sequence[int], position: int, token: int | None) -> None:
-        self.kv[table[position // self.block_size]][position % self.block_size] = token
+    def read(self, table: Sequence[int], position: int) -> int:
+        return self.kv[table[position // self.block_size]][position % self.block_size]
 
-    def history(self, table: Sequence[int], num_tokens: int) -> list[int | None]:
-        return [self.kv[table[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
+    def write(self, table: Sequence[int], position: int, value: int) -> None:
+        self.kv[table[position // self.block_size]][position % self.block_size] = value
 
     def run(self, plan: StepPlan, truth: dict[RequestKey, list[int]]) -> StepResult:
         """`truth`: each row's own tokens, kept apart from the scheduler; the row must see exactly them."""
@@ -82,14 +92,16 @@ class ToyRunner:
             start, num = plan.start_pos[row], plan.num_tokens[row]
             assert num >= 1
             assert row >= plan.num_decode_rows or num == 1
-            for offset in range(num):
-                self.write(plan.block_tables[row], start + offset, plan.token_ids[at + offset])
+            before = self.read(plan.block_tables[row], start - 1) if start else 0
+            for position, token in enumerate(plan.token_ids[at : at + num], start):
+                before = link(before, token)
+                self.write(plan.block_tables[row], position, before)
             at += num
         assert at == len(plan.token_ids)
         for row, key in enumerate(plan.keys):
             end = plan.start_pos[row] + plan.num_tokens[row]
-            seen = self.history(plan.block_tables[row], end)
-            assert seen == truth[key][:end], f"row {row} of step {plan.step_id} reads KV that is not its own"
+            seen = [self.read(plan.block_tables[row], position) for position in range(end)]
+            assert seen == chain(truth[key][:end]), f"row {row} of step {plan.step_id} reads KV that is not its own"
             assert plan.samples[row] == (end == len(truth[key]))
             if plan.samples[row]:
                 ids.append(toy_token(truth[key], self.vocab, plan.banned[row]))
@@ -166,22 +178,16 @@ class World:
 
     def pull(self, request: Request, num_tokens: int | None = None) -> None:
         """Let the KV of the request's first tokens land in the blocks that it does not share."""
-        size = self.settings.block_size
-        for position in range(request.stored_blocks * size, num_tokens or request.num_tokens):
-            self.runner.write(request.block_ids, position, self.truth[request.key][position])
+        content = chain(self.truth[request.key])
+        for position in range(request.stored_blocks * self.settings.block_size, num_tokens or request.num_tokens):
+            self.runner.write(request.block_ids, position, content[position])
 
     def activate(self, request: Request) -> None:
         """Hand over the token that the prefill worker would have sampled."""
         num_tokens = request.num_tokens
-        token = toy_token(self.truth[request.key], self.vocab, self.scheduler_bans(request))
+        token = toy_token(self.truth[request.key], self.vocab, banned_ids(request, self.settings))
         self.truth[request.key].append(token)
         assert self.scheduler.activate(request.key, [*request.output_ids, token], num_tokens, self.now)
-
-    def scheduler_bans(self, request: Request) -> tuple[int, ...]:
-        sampling = request.sampling
-        if len(request.output_ids) >= sampling.min_tokens:
-            return ()
-        return sampling.stop_token_ids + (() if sampling.ignore_eos else self.settings.eos_token_ids)
 
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)

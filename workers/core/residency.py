@@ -13,7 +13,7 @@ from kvtransfer.core.identity import block_hashes
 from workers.core.blocks import BlockPool
 from workers.core.limits import admission_tokens
 from workers.core.prefix_cache import PrefixCache
-from workers.core.request import Request, State
+from workers.core.request import Request
 
 
 def quarantine_holder(key: RequestKey) -> str:
@@ -31,12 +31,12 @@ class Residency:
     def admit(self, request: Request, spare_blocks: int) -> bool:
         """Take all blocks the request needs to start, sharing what the cache has now; False and no change when too few.
 
-        `spare_blocks` must remain available. A prefill never matches its last token (something has to yield the
-        logits); a new adoption may match all, since it computes nothing but the token that it is handed.
+        `spare_blocks` must remain available. The last token is never matched, since something has to yield the next
+        logits; but an adoption without output yet will be handed one more token, which then is the last.
         Sets block_ids, stored_blocks and computed_tokens.
         """
-        to_be_pulled = request.adopted and request.state is State.WAITING
-        matched = self._match(request, request.num_tokens if to_be_pulled else request.num_tokens - 1)
+        handed_one_more = request.adopted and not request.output_ids
+        matched = self._match(request, request.num_tokens if handed_one_more else request.num_tokens - 1)
         need = self._pool.blocks_for(admission_tokens(request)) - len(matched)
         idle = sum(1 for block in matched if self._pool.refs(block) == 0)
         if need + idle + spare_blocks > self._pool.available_blocks:

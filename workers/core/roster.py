@@ -78,14 +78,15 @@ class Roster:
     def activate(self, key: RequestKey, output_ids: Sequence[int], num_tokens: int, now: float) -> bool:
         """All KV of the first `num_tokens` tokens is here and verified: the request decodes from the next step on.
 
-        `output_ids`: all output over all attempts, the last just sampled by the peer. False when the request is gone or
-        already active. Raises InvariantError when the numbers do not fit the request.
+        `output_ids`: all output over all attempts, the last just sampled by the peer (the gateway may have known it
+        when it asked to adopt). False when the request is gone or already active. Raises InvariantError when the
+        numbers do not fit the request.
         """
         request = self.requests.get(key)
         if request is None or not request.adopted or request.state is not State.TRANSFERRING:
             return False
         known = len(request.output_ids)
-        if list(output_ids[:known]) != request.output_ids or len(output_ids) <= known:
+        if list(output_ids[:known]) != request.output_ids or not output_ids:
             raise InvariantError(f"request {key}: handed-off output does not continue the known one")
         room = len(request.block_ids) * self._pool.block_size
         if num_tokens != len(request.prompt_ids) + len(output_ids) - 1 or num_tokens > room:

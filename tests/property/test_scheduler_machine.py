@@ -1,0 +1,294 @@
+"""Random lives on one worker with a tiny pool: each row always sees its own KV, and outputs are those of a run alone.
+
+Requests of every kind (whole, hand_off, adopted, resumed, opted out of the cache) come, are preempted, cancelled,
+expire, lose their readers or their reads, at any point, also while a step is on its way. Reads that were given up go on
+writing garbage until they are terminal. `check_integrity` holds after every operation, and everything drains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.core.records import FinishReason
+from headrace.ids import RequestKey
+from tests.core_world import World, alone, make_settings
+from workers.core.limits import end_reason
+from workers.core.plan import StepPlan
+from workers.core.request import Request, State
+
+GARBAGE = -2
+ROOTS = (b"a" * 16, b"b" * 16)
+NORMAL = (FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH)
+
+prompts = st.one_of(
+    # Few tokens and few shapes, so that prefixes are shared often.
+    st.builds(lambda n, tail: [*range(1, n + 1), *tail], st.integers(1, 8), st.lists(st.integers(1, 2), max_size=3)),
+    st.integers(1, 10).map(lambda n: [3] * n),
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    prompt: list[int]
+    max_tokens: int
+    known: int
+    min_tokens: int
+    ignore_eos: bool
+    kind: str
+    no_cache: bool
+    root: bytes
+    patience: float | None
+
+
+wishes = st.builds(
+    Wish,
+    prompt=prompts,
+    max_tokens=st.integers(1, 24),
+    known=st.integers(0, 3),
+    min_tokens=st.integers(0, 3),
+    ignore_eos=st.booleans(),
+    kind=st.sampled_from(["whole", "whole", "hand_off", "adopted"]),
+    no_cache=st.sampled_from([False, False, False, True]),
+    root=st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[1]]),
+    patience=st.sampled_from([None, None, 5.0, 40.0]),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(6, 12),
+        rows=st.integers(2, 5),
+        spare_tokens=st.integers(0, 8),
+        chunk=st.integers(1, 9),
+        watermark=st.integers(0, 2),
+        block_size=st.sampled_from([2, 3, 4]),
+    )
+    def start(self, num_blocks: int, rows: int, spare_tokens: int, chunk: int, watermark: int, block_size: int) -> None:
+        self.world = World(
+            make_settings(
+                max_num_batched_tokens=rows + spare_tokens,
+                max_num_seqs=rows,
+                long_prefill_token_threshold=chunk,
+                watermark_blocks=watermark,
+                block_size=block_size,
+                max_model_len=num_blocks * block_size,
+                max_waiting_requests=12,
+            ),
+            num_blocks=num_blocks,
+            vocab=24,
+        )
+        self.plan: StepPlan | None = None
+        self.writing: dict[RequestKey, list[int]] = {}
+        """Targets of reads that were given up and are not over."""
+
+    # ---- requests come
+
+    @rule(wish=wishes, siblings=st.integers(1, 3))
+    def come(self, wish: Wish, siblings: int) -> None:
+        for _ in range(siblings):
+            self.come_one(wish)
+
+    def come_one(self, wish: Wish) -> None:
+        world = self.world
+        request = world.make(
+            wish.prompt,
+            wish.max_tokens,
+            min_tokens=min(wish.min_tokens, wish.max_tokens),
+            ignore_eos=wish.ignore_eos,
+            stop=(5,),
+            root=wish.root,
+            hand_off=wish.kind == "hand_off",
+            adopted=wish.kind == "adopted",
+            no_cache=wish.no_cache,
+            deadline=None if wish.patience is None else world.now + wish.patience,
+        )
+        # An earlier attempt may have produced a part of the output, never its end.
+        done = (
+            alone(request, world.settings, world.vocab)[:-1][: wish.known]
+            if len(wish.prompt) < world.settings.max_model_len
+            else []
+        )
+        for token in done:
+            request.append(token)
+        request.emitted = len(done)
+        world.truth[request.key] += done
+        world.delivered[request.key] += done
+        accept = world.scheduler.adopt if request.adopted else world.scheduler.submit
+        if accept(request, world.now) is not None:
+            del world.seen[request.key]
+
+    # ---- steps
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        self.plan = self.world.scheduler.schedule(self.world.now)
+        if self.plan is None and (key := self.world.scheduler.revocable(self.world.now)) is not None:
+            self.world.scheduler.finish(key, FinishReason.ERROR, self.world.now)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def apply(self) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        self.world.apply(plan)
+
+    @rule(steps=st.integers(1, 9))
+    def run_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.plan is None:
+                self.schedule()
+            if self.plan is not None:
+                self.apply()
+
+    # ---- adoptions
+
+    @rule()
+    def reserve(self) -> None:
+        for key in self.world.scheduler.reserve_adoptions(self.world.now):
+            assert self.world.seen[key].state is State.TRANSFERRING
+
+    @precondition(lambda self: self.pulling())
+    @rule(data=st.data(), knew=st.booleans())
+    def complete(self, data: st.DataObject, knew: bool) -> None:
+        self.hand_over(data.draw(st.sampled_from(self.pulling())), knew)
+
+    @precondition(lambda self: self.pulling())
+    @rule(data=st.data(), landed=st.floats(0, 1))
+    def lose_the_holder(self, data: st.DataObject, landed: float) -> None:
+        """Some blocks have landed, others are still being written."""
+        request = data.draw(st.sampled_from(self.pulling()))
+        targets = request.block_ids[request.stored_blocks :]
+        in_flight = targets[int(landed * len(targets)) :]
+        assert self.world.scheduler.finish_adoption(request.key, FinishReason.ERROR, in_flight, self.world.now)
+        self.writing[request.key] = in_flight
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), over=st.booleans())
+    def late_write(self, data: st.DataObject, over: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.writing)))
+        self.write_late(key, over)
+
+    # ---- requests go
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
+    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
+        request = data.draw(st.sampled_from(self.alive()))
+        self.remember_targets(request)
+        assert self.world.scheduler.finish(request.key, reason, self.world.now)
+        assert not self.world.scheduler.finish(request.key, reason, self.world.now)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def release_handed_off(self, data: st.DataObject) -> None:
+        assert self.world.scheduler.release_handed_off(data.draw(st.sampled_from(self.held())).key, self.world.now)
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), pinned=st.booleans())
+    def change_pin(self, data: st.DataObject, pinned: bool) -> None:
+        request = data.draw(st.sampled_from(self.alive()))
+        if not pinned:
+            self.world.scheduler.unpin(request.key)
+        elif request.hand_off:
+            self.world.scheduler.pin(request.key)
+
+    @rule(seconds=st.integers(1, 4))
+    def expire(self, seconds: int) -> None:
+        self.world.now += seconds
+        for request in self.pulling():
+            if request.deadline is not None and request.deadline <= self.world.now:
+                self.remember_targets(request)
+        for key in self.world.scheduler.expire(self.world.now):
+            assert self.world.seen[key].finish_reason is FinishReason.DEADLINE
+
+    # ---- laws
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check_integrity()
+            assert self.world.pool.quarantined_blocks == sum(len(blocks) for blocks in self.writing.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for key in sorted(self.writing):
+            self.write_late(key, True)
+        # Liveness: with readers and holders that do their part, everybody ends.
+        for _ in range(2_000):
+            if not world.scheduler.requests:
+                break
+            self.reserve()
+            for request in self.pulling():
+                self.hand_over(request)
+            for request in self.held():
+                world.scheduler.release_handed_off(request.key, world.now)
+            self.run_on(1)
+        for request in world.seen.values():
+            expected = alone(request, world.settings, world.vocab)
+            got = world.delivered[request.key]
+            assert got == expected[: len(got)]
+            if request.finish_reason in NORMAL and request.key in world.ended:
+                assert got == expected
+            ledger = request.ledger
+            total = ledger.queue_s + ledger.prefill_s + ledger.sampling_s + ledger.decode_s + ledger.preempted_s
+            assert request.finished_at is not None
+            assert 0.0 <= total <= request.finished_at - request.accepted_at
+            if not request.adopted and not request.hand_off:
+                assert abs(total - (request.finished_at - request.accepted_at)) < 1e-9
+        world.assert_drained()
+
+    # ---- what the other side does
+
+    def hand_over(self, request: Request, knew: bool = False) -> None:
+        """`knew`: the last output token that came with the adoption is the one that the holder sampled."""
+        world = self.world
+        if knew and request.output_ids:
+            world.pull(request, request.num_tokens - 1)
+            assert world.scheduler.activate(request.key, request.output_ids, request.num_tokens - 1, world.now)
+            return
+        world.pull(request)
+        twin = world.make(
+            request.prompt_ids,
+            request.sampling.max_tokens,
+            output=alone(request, world.settings, world.vocab)[: len(request.output_ids) + 1],
+            min_tokens=request.sampling.min_tokens,
+            ignore_eos=request.sampling.ignore_eos,
+            stop=request.sampling.stop_token_ids,
+        )
+        del world.seen[twin.key]
+        if end_reason(twin, world.settings) is not None:
+            assert world.scheduler.finish_adoption(request.key, FinishReason.HANDED_OFF, [], world.now)
+        else:
+            world.activate(request)
+
+    def write_late(self, key: RequestKey, over: bool) -> None:
+        for block in self.writing[key]:
+            self.world.runner.kv[block] = [GARBAGE] * self.world.settings.block_size
+        if over:
+            assert self.world.scheduler.release_quarantine(key) == len(self.writing.pop(key))
+
+    def remember_targets(self, request: Request) -> None:
+        if request in self.pulling():
+            self.writing[request.key] = request.block_ids[request.stored_blocks :]
+
+    def alive(self) -> list[Request]:
+        return [r for r in self.world.seen.values() if r.state is not State.FINISHED]
+
+    def pulling(self) -> list[Request]:
+        return [r for r in self.alive() if r.adopted and r.state is State.TRANSFERRING]
+
+    def held(self) -> list[Request]:
+        return [r for r in self.alive() if r.hand_off and r.state is State.TRANSFERRING]
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
