@@ -321,6 +321,46 @@ def test_the_victim_is_the_latest_arrival() -> None:
     world.assert_drained()
 
 
+def test_a_later_prefill_is_a_victim_before_an_earlier_decode() -> None:
+    world = World(make_settings(long_prefill_token_threshold=2), num_blocks=8)
+    first = world.submit(6, max_tokens=20)
+    second = world.submit(6, max_tokens=9)
+    while second.state is not State.DECODING:
+        world.step()
+    late = world.submit(11, max_tokens=9)
+    while world.scheduler.stats()["preemptions"] == 0:
+        assert world.step() is not None
+    assert (first.state, second.state, late.state) == (State.DECODING, State.DECODING, State.PREEMPTED)
+    assert late.first_token_at is None
+    world.run()
+    for request in (first, second, late):
+        world.assert_output_as_alone(request)
+    world.assert_drained()
+
+
+def test_a_request_that_opted_out_neither_reads_nor_writes_the_cache() -> None:
+    world = World()
+    prompt = list(range(100, 112))
+    world.submit(prompt, max_tokens=6, no_cache=True)
+    world.run()
+    assert (len(world.cache), world.pool.free_blocks) == (0, 64)
+    world.submit(prompt, max_tokens=6)
+    world.run()
+    assert len(world.cache) == 4
+    opted_out = world.submit(prompt, max_tokens=6, no_cache=True)
+    adopted = world.adopt(prompt, max_tokens=6, no_cache=True)
+    world.step()
+    world.scheduler.reserve_adoptions(world.now)
+    assert (opted_out.ledger.cached_tokens, adopted.computed_tokens) == (0, 0)
+    world.pull(adopted)
+    world.activate(adopted)
+    world.run()
+    assert opted_out.ledger.computed_tokens == 17
+    assert world.scheduler.stats()["prefix_lookups"] == 1
+    world.assert_output_as_alone(opted_out)
+    world.assert_drained()
+
+
 def test_a_request_pinned_for_a_reader_is_no_victim() -> None:
     world = World(make_settings(long_prefill_token_threshold=2), num_blocks=9)
     decoding = world.submit(6, max_tokens=20)
