@@ -1,9 +1,9 @@
 """Paged attention of one layer over a whole step on CPU: decode rows and prefill chunks together, in one call.
 
-Work items are (run of query tokens of one row, KV head); all query heads of the KV head share its tiles. Keys are visited in
-tiles of KEYS positions, aligned to absolute position 0 and ascending, with the online softmax of FlashAttention (Dao et al.
-2022, algorithm 1). A query's arithmetic depends on its own position and window only: neither chunk borders, nor batch
-mates, nor tile partners, nor threads change a bit of its result.
+Work items are (run of query tokens of one row, KV head); all query heads of the KV head share its tiles. Keys are
+visited in tiles of KEYS positions, aligned to absolute position 0 and ascending, with the online softmax of
+FlashAttention (Dao et al. 2022, algorithm 1). A query's arithmetic depends on its own position and window only:
+neither chunk borders, nor batch mates, nor tile partners, nor threads change a bit of its result.
 
 | invariant | why |
 | --- | --- |
@@ -33,37 +33,31 @@ def scratch_floats(rows: int, head_dim: int) -> int:
 
 
 @njit(inline="always")
-def _transpose_keys(target, keys, dim, first, count, key_base, table, block_size, block_floats):  # type: ignore[no-untyped-def]
-    """target[d, j] = key[first + j, d] for j < count rounded up to 8."""
-    for j in range(0, count, 8):
-        at = first + j
-        source = key_base + 4 * (table[at // block_size] * block_floats + (at % block_size) * dim)
-        for d in range(0, dim, 8):
-            transpose_8x8(target + 4 * (d * keys + j), keys, source + 4 * d, dim)
+def _gather(target, dim, first, count, base, table, block_size, block_floats):  # type: ignore[no-untyped-def]
+    """target[j] = pool row of position first + j, for j < count: block by block, in the order of memory.
 
-
-@njit(inline="always")
-def _copy_values(target, dim, first, count, value_base, table, block_size, block_floats):  # type: ignore[no-untyped-def]
-    """target[j] = value[first + j] for j < count."""
-    rows = carray(pointer(target), (KEYS, dim), np.float32)
-    for j in range(count):
-        at = first + j
-        spot = value_base + 4 * (table[at // block_size] * block_floats + (at % block_size) * dim)
-        source = carray(pointer(spot), dim, np.float32)
-        for d in range(dim):
-            rows[j, d] = source[d]
-
-
-@njit(inline="always")
-def _prefetch(dim, first, count, base, table, block_size, block_floats):  # type: ignore[no-untyped-def]
-    """Ask for keys or values [first, first + count): they lie in runs of one block, too short for the machine's own guess."""
+    Reading each run once from front to back is what the machine's prefetcher wants: transposing or multiplying straight
+    from the pool walks it in strides and takes twice as long.
+    """
     j = 0
     while j < count:
         at = first + j
-        run = min(block_size - at % block_size, count - j)
-        spot = base + 4 * (table[at // block_size] * block_floats + (at % block_size) * dim)
-        prefetch_lines(spot, run * dim // 16)
-        j += run
+        run = min(block_size - at % block_size, count - j) * dim
+        source = carray(
+            pointer(base + 4 * (table[at // block_size] * block_floats + (at % block_size) * dim)), run, np.float32
+        )
+        rows = carray(pointer(target + 4 * j * dim), run, np.float32)
+        for i in range(run):
+            rows[i] = source[i]
+        j += run // dim
+
+
+@njit(inline="always")
+def _transpose(target, source, dim, count):  # type: ignore[no-untyped-def]
+    """target[d, j] = source[j, d] for j < count rounded up to 8; target's rows are KEYS long."""
+    for j in range(0, count, 8):
+        for d in range(0, dim, 8):
+            transpose_8x8(target + 4 * (d * KEYS + j), KEYS, source + 4 * (j * dim + d), dim)
 
 
 @cfunc("void(int64)", cache=True, error_model="numpy")
@@ -119,13 +113,19 @@ def attention_body(block):  # type: ignore[no-untyped-def]
             low = max(0, position - window + 1) // KEYS * KEYS
         key_base = pool + 4 * (head * head_floats + layer_offset)
         value_base = key_base + 4 * kv_floats
-        _prefetch(dim, low, min(KEYS, end - low), key_base, table, block_size, block_floats)
         for tile in range(low, end, KEYS):
             count = min(KEYS, end - tile)
-            _transpose_keys(keys_t, KEYS, dim, tile, count, key_base, table, block_size, block_floats)
-            _prefetch(dim, tile, count, value_base, table, block_size, block_floats)
+            _gather(values, dim, tile, count, key_base, table, block_size, block_floats)
+            _transpose(keys_t, values, dim, count)
+            _gather(values, dim, tile, count, value_base, table, block_size, block_floats)
             vectors = (count + 15) // 16
             for v in range(vectors):
+                # Runs of one block are too short for the machine to guess the next: ask while there is work to do.
+                ahead = tile + KEYS + 16 * v
+                if ahead < end:
+                    spot = 4 * (table[ahead // block_size] * block_floats + (ahead % block_size) * dim)
+                    prefetch_lines(key_base + spot, dim)
+                    prefetch_lines(value_base + spot, dim)
                 tile_rows(rows, scores + 64 * v, KEYS, queries, dim, keys_t + 64 * v, KEYS, dim, False)
 
             for t in range(tokens):
@@ -148,21 +148,8 @@ def attention_body(block):  # type: ignore[no-untyped-def]
                         peaks[r] = peak
                     totals[r] += total
 
-            following = min(KEYS, end - tile - KEYS)
-            _prefetch(dim, tile + KEYS, following, key_base, table, block_size, block_floats)
-            if rows > 6:
-                _copy_values(values, dim, tile, count, value_base, table, block_size, block_floats)
-                for d in range(0, dim, 16):
-                    tile_rows(rows, sums + 4 * d, dim, scores, KEYS, values + 4 * d, dim, count, True)
-            else:
-                j = 0
-                while j < count:
-                    at = tile + j
-                    run = min(block_size - at % block_size, count - j)
-                    spot = value_base + 4 * (table[at // block_size] * block_floats + (at % block_size) * dim)
-                    for d in range(0, dim, 16):
-                        tile_rows(rows, sums + 4 * d, dim, scores + 4 * j, KEYS, spot + 4 * d, dim, run, True)
-                    j += run
+            for d in range(0, dim, 16):
+                tile_rows(rows, sums + 4 * d, dim, scores, KEYS, values + 4 * d, dim, count, True)
 
         for t in range(tokens):
             target = carray(

@@ -1,8 +1,9 @@
 """Matrix product of activations with packed weights on CPU: x[M, K] @ w[K, N], float32.
 
-Every element of the result is one chain of fused multiply-adds over ascending K, whatever M, the place of the row among the M
-and the number of threads: rows are bit-identical by construction. At few rows the weights are read once from memory at the
-speed of the bus; at many rows the tile of 6 x 16 keeps its sums in registers (BLIS, Van Zee and van de Geijn 2015).
+Every element of the result is one chain of fused multiply-adds over ascending K, whatever M, the place of the row
+among the M and the number of threads: rows are bit-identical by construction. At few rows the weights are read once
+from memory at the speed of the bus; at many rows the tile of 6 x 16 keeps its sums in registers (BLIS, Van Zee and
+van de Geijn 2015).
 """
 
 from __future__ import annotations
@@ -44,7 +45,18 @@ def tile_rows(rows, c, ldc, a, lda, b, ldb, depth, accumulate):  # type: ignore[
 def gemm_body(block):  # type: ignore[no-untyped-def]
     """Arguments: x, ldx, packed, bias (0: none), out, ldout, M, K, N, panels an item. Strides in floats."""
     g = carray(pointer(block), 12, np.int64)
-    x, ldx, packed, bias, out, ldout, rows, depth, columns, group = g[2], g[3], g[4], g[5], g[6], g[7], g[8], g[9], g[10], g[11]
+    x, ldx, packed, bias, out, ldout, rows, depth, columns, group = (
+        g[2],
+        g[3],
+        g[4],
+        g[5],
+        g[6],
+        g[7],
+        g[8],
+        g[9],
+        g[10],
+        g[11],
+    )
     panels = (columns + PANEL - 1) // PANEL
     groups = (panels + group - 1) // group
     blocks = (rows + _ROW_BLOCK - 1) // _ROW_BLOCK
@@ -68,8 +80,15 @@ def gemm_body(block):  # type: ignore[no-untyped-def]
                         results[r, j] = values[j]
             if width == PANEL:
                 tile_rows(
-                    end_row - first_row, out + 4 * (first_row * ldout + column), ldout, x + 4 * first_row * ldx, ldx,
-                    weights, PANEL, depth, bias != 0,
+                    end_row - first_row,
+                    out + 4 * (first_row * ldout + column),
+                    ldout,
+                    x + 4 * first_row * ldx,
+                    ldx,
+                    weights,
+                    PANEL,
+                    depth,
+                    bias != 0,
                 )
                 continue
             for r in range(first_row, end_row):
@@ -82,7 +101,9 @@ def gemm_body(block):  # type: ignore[no-untyped-def]
 
 @cfunc("void(int64)", cache=True, error_model="numpy")
 def pack_body(block):  # type: ignore[no-untyped-def]
-    """Arguments: weights [N, K], packed, first row in packed, N, K, total N: copy rows into their columns of the panels."""
+    """Arguments: weights [N, K], packed, first row in packed, N, K, total N: copy rows into their columns of the
+    panels.
+    """
     g = carray(pointer(block), 7, np.int64)
     source, packed, offset, rows, depth = g[2], g[3], g[4], g[5], g[6]
     weights = carray(pointer(source), (rows, depth), np.float32)

@@ -1,4 +1,6 @@
-"""Row-wise CPU kernels: RMSNorm with residual, QK-norm with RoPE and KV write, SwiGLU. A row's result depends on that row alone."""
+"""Row-wise CPU kernels: RMSNorm with residual, QK-norm with RoPE and KV write, SwiGLU. A row's result depends on that
+row alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _ROWS = 16
 
 @njit(inline="always")
 def _normalize(target, source, weight, count, eps):  # type: ignore[no-untyped-def]
-    """target = source / rms(source) * weight over `count` floats at raw addresses (Zhang and Sennrich 2019, equation 4)."""
+    """target = source / rms(source) * weight over `count` floats at raw addresses (Zhang and Sennrich 2019, equation
+    4).
+    """
     x = carray(pointer(source), count, np.float32)
     y = carray(pointer(target), count, np.float32)
     w = carray(pointer(weight), count, np.float32)
@@ -25,7 +29,9 @@ def _normalize(target, source, weight, count, eps):  # type: ignore[no-untyped-d
 
 @cfunc("void(int64)", cache=True, error_model="numpy")
 def rms_norm_body(block):  # type: ignore[no-untyped-def]
-    """Arguments: x, delta (0: none), weight, out, rows, width, address of eps. x += delta in place, then out = norm(x)."""
+    """Arguments: x, delta (0: none), weight, out, rows, width, address of eps. x += delta in place, then out =
+    norm(x).
+    """
     g = carray(pointer(block), 9, np.int64)
     x_base, delta_base, weight, out_base, rows, width = g[2], g[3], g[4], g[5], g[6], g[7]
     eps = carray(pointer(g[8]), 1, np.float32)[0]
@@ -60,7 +66,8 @@ def _rotate(x_base, cos_base, sin_base, dim):  # type: ignore[no-untyped-def]
 @cfunc("void(int64)", cache=True, error_model="numpy")
 def rope_write_body(block):  # type: ignore[no-untyped-def]
     """Arguments: qkv, row stride, rows, query heads, KV heads, dim, positions, slots (block * size + slot), cos, sin,
-    q weight (0: no QK-norm), k weight, address of eps, pool, block floats, head floats, layer offset, kv floats, block size.
+    q weight (0: no QK-norm), k weight, address of eps, pool, block floats, head floats, layer offset, kv floats,
+    block size.
 
     Q is rotated in place; K (rotated) and V go to the pool, and K is rotated in place too.
     """

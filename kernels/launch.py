@@ -1,8 +1,9 @@
-"""Runs a compiled kernel body on the calling thread's OpenMP team: the one that torch uses, so that no second pool spins beside it.
+"""Runs a compiled kernel body on the calling thread's OpenMP team: the one that torch uses, so that no second pool
+spins beside it.
 
-A body is a C function of one address: a block of int64 arguments. Slot 0 is a work counter, slot 1 a ticket counter: each
-thread takes items from the first until none is left and, where it needs scratch, its own share by the second. Which thread
-takes which item cannot change a result, because every item is computed alone.
+A body is a C function of one address: a block of int64 arguments. Slot 0 is a work counter, slot 1 a ticket counter:
+each thread takes items from the first until none is left and, where it needs scratch, its own share by the second.
+Which thread takes which item cannot change a result, because every item is computed alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Vector building blocks for the numba kernels, written as LLVM IR so that the order of every floating-point operation is ours.
+"""Vector building blocks for the numba kernels, written as LLVM IR so that the order of every floating-point
+operation is ours.
 
-Each is a numba intrinsic over raw addresses (int64, bytes). A row's result depends on that row's data only: the kernels above
-may group rows, tiles and threads as they like without changing a bit. Nothing here checks anything; `kernels.ops` does.
+Each is a numba intrinsic over raw addresses (int64, bytes). A row's result depends on that row's data only: the
+kernels above may group rows, tiles and threads as they like without changing a bit. Nothing here checks anything;
+`kernels.ops` does.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def _maximum(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _loop(builder: Any, count: Any, initial: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """A counted loop that carries values in registers; `body(index, values)` returns the next values. count may be 0."""
+    """A counted loop that carries values in registers; `body(index, values)` returns the next values. count may be
+    0.
+    """
     before = builder.block
     head = builder.append_basic_block("head")
     inside = builder.append_basic_block("inside")
@@ -145,7 +149,8 @@ tile_6 = _make_tile(6, 1)
 tile_1x4 = _make_tile(1, 4)
 tile_2x2 = _make_tile(2, 2)
 tile_3x2 = _make_tile(3, 2)
-"""tile_RxV(c, ldc, a, lda, b, ldb, depth, accumulate): C[R, 16 V] = (C if accumulate else 0) + A[R, depth] @ B[depth, 16 V].
+"""tile_RxV(c, ldc, a, lda, b, ldb, depth, accumulate): C[R, 16 V] = (C if accumulate else 0) + A[R, depth] @ B[depth,
+16 V].
 
 Addresses in bytes, strides in floats. Each element is one chain of fused multiply-adds over ascending depth.
 """
@@ -214,7 +219,9 @@ def softmax_row(typingctx, scores, vectors, old_max):  # type: ignore[no-untyped
             return builder.add(scores, builder.mul(index, _I64(4 * LANES)))
 
         (peak,) = _loop(
-            builder, vectors, [_splat(builder, old_max)],
+            builder,
+            vectors,
+            [_splat(builder, old_max)],
             lambda i, v: [_maximum(builder, v[0], _load(builder, at(i), _VEC))],
         )
         peak = _tree(builder, peak, lambda a, b: _maximum(builder, a, b))

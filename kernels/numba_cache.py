@@ -1,7 +1,7 @@
 """Where compiled kernels are kept between starts. Importing this module sets it; import it before numba.
 
-The folder's name holds a digest of the kernel sources, because numba itself only looks at the file that holds the compiled
-function, not at the intrinsics that it inlines.
+The folder's name holds a digest of the kernel sources, because numba itself only looks at the file that holds the
+compiled function, not at the intrinsics that it inlines.
 """
 
 from __future__ import annotations

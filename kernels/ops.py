@@ -1,7 +1,7 @@
 """The checked public face of the kernels: float32 on CPU, compiled by numba.
 
-`CpuOps` is one engine thread's set of kernels; it keeps argument blocks and scratch, so two threads need two sets. Every
-function gives each row a result that depends on that row alone, bit for bit, for any number of rows and threads.
+`CpuOps` is one engine thread's set of kernels; it keeps argument blocks and scratch, so two threads need two sets.
+Every function gives each row a result that depends on that row alone, bit for bit, for any number of rows and threads.
 Mistakes of the caller raise ValueError before anything is written.
 """
 
@@ -77,8 +77,8 @@ class PackedWeight:
 class StepRows:
     """A step's rows as the kernels want them. Valid for the step whose lists it was made from.
 
-    positions, slots: int64 [tokens]; items: int64 [n, 4] of (first token, tokens, position, index into tables), heaviest
-    first; tables: int64, all block tables in one run.
+    positions, slots: int64 [tokens]; items: int64 [n, 4] of (first token, tokens, position, index into tables),
+    heaviest first; tables: int64, all block tables in one run.
     """
 
     positions: Any
@@ -124,7 +124,11 @@ def step_rows(
     work = array[:, 1] * (array[:, 1] + array[:, 2])
     array = np.ascontiguousarray(array[np.argsort(-work, kind="stable")])
     return StepRows(
-        np.concatenate(positions), np.concatenate(slots), array, flat, int(array[:, 1].max()) * group,
+        np.concatenate(positions),
+        np.concatenate(slots),
+        array,
+        flat,
+        int(array[:, 1].max()) * group,
         int(work.sum()) * heads,
     )
 
@@ -193,17 +197,26 @@ class CpuOps:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, delta: Tensor | None = None) -> Tensor:
-        """x += delta in place (if given), then out = x / rms(x) * weight. All [rows, width], width % 16 == 0. Returns out."""
+        """x += delta in place (if given), then out = x / rms(x) * weight. All [rows, width], width % 16 == 0. Returns
+        out.
+        """
         width = weight.shape[0]
         rows = _rows_of(x, width, "x")
-        if width % 16 or _rows_of(out, width, "out") != rows or (
-            delta is not None and _rows_of(delta, width, "delta") != rows
+        if (
+            width % 16
+            or _rows_of(out, width, "out") != rows
+            or (delta is not None and _rows_of(delta, width, "delta") != rows)
         ):
             raise ValueError("rms_norm wants equal row counts and a width that is a multiple of 16")
         self._numbers[0] = eps
         self._norm(
             [
-                x.data_ptr(), 0 if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width,
+                x.data_ptr(),
+                0 if delta is None else delta.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                rows,
+                width,
                 launch.address(self._numbers),
             ],
             self._few(rows),
@@ -231,7 +244,8 @@ class CpuOps:
         sin: Tensor,
         qk_norm: tuple[Tensor, Tensor, float] | None = None,
     ) -> None:
-        """Norm (if given) and rotate Q and K of qkv [tokens, (heads + 2 kv_heads) * dim] in place; write K and V to the pool.
+        """Norm (if given) and rotate Q and K of qkv [tokens, (heads + 2 kv_heads) * dim] in place; write K and V to
+        the pool.
 
         cos, sin: [positions, dim / 2] tables that cover every position of the step.
         """
@@ -247,22 +261,44 @@ class CpuOps:
             self._numbers[0] = qk_norm[2]
         self._rope(
             [
-                qkv.data_ptr(), width, count, heads, shape.kv_heads, shape.head_dim, launch.address(rows.positions),
-                launch.address(rows.slots), cos.data_ptr(), sin.data_ptr(), q_weight, k_weight,
-                launch.address(self._numbers), pool.data_ptr(), shape.block_floats, shape.head_floats,
-                layer * 2 * shape.kv_floats, shape.kv_floats, shape.block_size,
+                qkv.data_ptr(),
+                width,
+                count,
+                heads,
+                shape.kv_heads,
+                shape.head_dim,
+                launch.address(rows.positions),
+                launch.address(rows.slots),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                q_weight,
+                k_weight,
+                launch.address(self._numbers),
+                pool.data_ptr(),
+                shape.block_floats,
+                shape.head_floats,
+                layer * 2 * shape.kv_floats,
+                shape.kv_floats,
+                shape.block_size,
             ],
             self._few(count),
         )
 
     def attention(
-        self, qkv: Tensor, heads: int, shape: PoolShape, pool: Tensor, layer: int, rows: StepRows, out: Tensor,
+        self,
+        qkv: Tensor,
+        heads: int,
+        shape: PoolShape,
+        pool: Tensor,
+        layer: int,
+        rows: StepRows,
+        out: Tensor,
         window: int = 0,
     ) -> Tensor:
         """Causal paged attention of the whole step. Returns out [tokens, heads * dim].
 
-        The first heads * dim columns of qkv are the rotated queries; keys and values, those of this step included, are in
-        the pool. window > 0: a query sees the `window` latest positions, itself included.
+        The first heads * dim columns of qkv are the rotated queries; keys and values, those of this step included,
+        are in the pool. window > 0: a query sees the `window` latest positions, itself included.
         """
         dim = shape.head_dim
         width = (heads + 2 * shape.kv_heads) * dim
@@ -276,10 +312,27 @@ class CpuOps:
         self._numbers[1] = dim**-0.5
         self._attention(
             [
-                qkv.data_ptr(), width, out.data_ptr(), heads * dim, pool.data_ptr(), shape.block_floats,
-                shape.head_floats, layer * 2 * shape.kv_floats, shape.kv_floats, shape.block_size, shape.kv_heads,
-                heads // shape.kv_heads, dim, window, len(rows.items), launch.address(rows.items),
-                launch.address(rows.tables), len(rows.tables), launch.address(self._scratch), stride, rows.max_rows,
+                qkv.data_ptr(),
+                width,
+                out.data_ptr(),
+                heads * dim,
+                pool.data_ptr(),
+                shape.block_floats,
+                shape.head_floats,
+                layer * 2 * shape.kv_floats,
+                shape.kv_floats,
+                shape.block_size,
+                shape.kv_heads,
+                heads // shape.kv_heads,
+                dim,
+                window,
+                len(rows.items),
+                launch.address(rows.items),
+                launch.address(rows.tables),
+                len(rows.tables),
+                launch.address(self._scratch),
+                stride,
+                rows.max_rows,
                 launch.address(self._numbers) + 4,
             ],
             threads,

@@ -1,4 +1,5 @@
-"""Tiny random models as Hugging Face folders: real tokenizer, real config, seeded weights. Needs neither torch nor a network.
+"""Tiny random models as Hugging Face folders: real tokenizer, real config, seeded weights. Needs neither torch nor a
+network.
 
 Beside them two small helpers for tests that drive a runner by hand.
 """
@@ -25,7 +26,8 @@ BOS, EOS = 1, 2
 """<|im_start|> and <|im_end|>; 0 is <|endoftext|>."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 LLAMA3_ROPE = {
@@ -35,12 +37,106 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_WORDS = (
-    "the of and to in is you that it he was for on are as with his they at be this from have or by one had not but what all "
-    "were when we there can an your which their said if do will each about how up out them then she many some so these would "
-    "other into has more her two like him see time could no make than first been its who now people my made over did down only "
-    "way find use may water long little very after words called just where most know"
-).split()
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+    "this",
+    "from",
+    "have",
+    "or",
+    "by",
+    "one",
+    "had",
+    "not",
+    "but",
+    "what",
+    "all",
+    "were",
+    "when",
+    "we",
+    "there",
+    "can",
+    "an",
+    "your",
+    "which",
+    "their",
+    "said",
+    "if",
+    "do",
+    "will",
+    "each",
+    "about",
+    "how",
+    "up",
+    "out",
+    "them",
+    "then",
+    "she",
+    "many",
+    "some",
+    "so",
+    "these",
+    "would",
+    "other",
+    "into",
+    "has",
+    "more",
+    "her",
+    "two",
+    "like",
+    "him",
+    "see",
+    "time",
+    "could",
+    "no",
+    "make",
+    "than",
+    "first",
+    "been",
+    "its",
+    "who",
+    "now",
+    "people",
+    "my",
+    "made",
+    "over",
+    "did",
+    "down",
+    "only",
+    "way",
+    "find",
+    "use",
+    "may",
+    "water",
+    "long",
+    "little",
+    "very",
+    "after",
+    "words",
+    "called",
+    "just",
+    "where",
+    "most",
+    "know",
+]
 
 
 def tiny_model(
@@ -59,7 +155,9 @@ def tiny_model(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """A model folder under `tmp_dir`, made once for equal arguments. `config` entries go into config.json as they are."""
+    """A model folder under `tmp_dir`, made once for equal arguments. `config` entries go into config.json as they
+    are.
+    """
     name = next(architecture for architecture, known in FAMILIES.items() if known == family)
     raw: dict[str, Any] = {
         "architectures": [name],

@@ -14,7 +14,9 @@ STARTS = [0, 5, 200, 130, 17, 63, 64, 0]
 COUNTS = [1, 1, 1, 77, 40, 1, 200, 3]
 
 
-def _step(shape_of: tuple[int, int, int], heads: int, seed: int = 0) -> tuple[PoolShape, torch.Tensor, list[list[int]], StepRows]:
+def _step(
+    shape_of: tuple[int, int, int], heads: int, seed: int = 0
+) -> tuple[PoolShape, torch.Tensor, list[list[int]], StepRows]:
     """Pool of two layers, scattered tables and the flattened step. shape_of: (kv_heads, head_dim, block_size)."""
     kv_heads, dim, size = shape_of
     needed = [-(-(s + c) // size) for s, c in zip(STARTS, COUNTS, strict=True)]
@@ -32,7 +34,9 @@ def _step(shape_of: tuple[int, int, int], heads: int, seed: int = 0) -> tuple[Po
     [(9, 3, 64, 16), (4, 2, 96, 32), (8, 1, 128, 16), (8, 8, 64, 32), (14, 2, 16, 8), (5, 5, 128, 16), (6, 2, 80, 16)],
 )
 @pytest.mark.parametrize("window", [0, 20, 100])
-def test_rope_write_and_attention_equal_their_references(heads: int, kv_heads: int, dim: int, size: int, window: int) -> None:
+def test_rope_write_and_attention_equal_their_references(
+    heads: int, kv_heads: int, dim: int, size: int, window: int
+) -> None:
     shape, pool, tables, rows = _step((kv_heads, dim, size), heads)
     tokens = sum(COUNTS)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
@@ -55,7 +59,9 @@ def test_rope_write_and_attention_equal_their_references(heads: int, kv_heads: i
 
 
 def test_attention_does_not_read_beyond_the_last_token() -> None:
-    """Old fault elsewhere: 0 * NaN of a slot not yet written. All of the pool that the step does not own is NaN here."""
+    """Old fault elsewhere: 0 * NaN of a slot not yet written. All of the pool that the step does not own is NaN
+    here.
+    """
     shape, pool, tables, rows = _step((2, 64, 16), 4)
     clean = pool.clone()
     view = shape.view(pool)

@@ -23,7 +23,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"kv_heads": 2, "head_dim": 64, "hidden": 512}),
     (
         "qwen2",
-        {"kv_heads": 8, "head_dim": 16, "hidden": 128, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2},
+        {
+            "kv_heads": 8,
+            "head_dim": 16,
+            "hidden": 128,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "max_window_layers": 2,
+        },
     ),
     ("qwen3", {"kv_heads": 2, "head_dim": 128, "tied": False}),
     ("qwen3", {"kv_heads": 8, "head_dim": 64}),

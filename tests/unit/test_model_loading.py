@@ -1,4 +1,6 @@
-"""What is wrong with a model folder is said in one line, before anything is served; GGUF conversion is whole or absent."""
+"""What is wrong with a model folder is said in one line, before anything is served; GGUF conversion is whole or
+absent.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights a pickle": (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04" * 50), "not a safetensors"),
     "tensor missing": (_drop_tensor, "'model.layers.2.mlp.up_proj.weight' is missing"),
     "other shape": (lambda f: _edit(f, intermediate_size=256), "config.json wants"),
-    "other family": (lambda f: _edit(f, architectures=["GPT2LMHeadModel"], model_type="gpt2"), "'GPT2LMHeadModel' is not supported"),
+    "other family": (
+        lambda f: _edit(f, architectures=["GPT2LMHeadModel"], model_type="gpt2"),
+        "'GPT2LMHeadModel' is not supported",
+    ),
     "odd RoPE": (lambda f: _edit(f, rope_scaling={"rope_type": "yarn", "factor": 2.0}), "'yarn' is not supported"),
     "odd activation": (lambda f: _edit(f, hidden_act="gelu"), "hidden_act"),
     "quantized": (lambda f: _edit(f, quantization_config={"bits": 4}), "quantized"),
@@ -80,7 +85,12 @@ def test_names_that_are_no_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\0" * 40)
     (tmp_path / "empty.gguf").write_bytes(b"")
-    for name in ("no/such/model", str(tmp_path / "notes.txt"), str(tmp_path / "bad.gguf"), str(tmp_path / "empty.gguf")):
+    for name in (
+        "no/such/model",
+        str(tmp_path / "notes.txt"),
+        str(tmp_path / "bad.gguf"),
+        str(tmp_path / "empty.gguf"),
+    ):
         with pytest.raises(StartupError):
             prepare_model(name, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("models/*/")), "a failed conversion left a folder"
@@ -123,8 +133,12 @@ def test_the_weights_digest_sees_one_changed_byte(folder: Path, tmp_path: Path) 
 
 def test_config_accepts_both_spellings_of_rope() -> None:
     raw = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4,
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
     }
     new = parse_config(raw | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}, {})
     old = parse_config(raw | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, {})
@@ -166,7 +180,7 @@ def test_a_full_disk_leaves_nothing_and_the_next_call_succeeds(
         prepare_model(str(source), cache)
     assert [p for p in (cache / "models").iterdir() if p.is_dir()] == []
 
-    # A crash in the middle leaves a temporary folder and perhaps a folder without its mark: neither is taken for a model.
+    # A crash in the middle leaves a temporary folder, or one without its mark: neither is taken for a model.
     calls = _fake_conversion(monkeypatch, folder)
     leftover = cache / "models" / ".m-0000.tmp-1"
     leftover.mkdir()

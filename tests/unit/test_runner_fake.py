@@ -1,4 +1,6 @@
-"""The fake runner's tokens follow from the pool's content: right KV gives the written-down function, wrong KV does not."""
+"""The fake runner's tokens follow from the pool's content: right KV gives the written-down function, wrong KV does
+not.
+"""
 
 from __future__ import annotations
 

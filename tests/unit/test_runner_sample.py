@@ -42,7 +42,9 @@ def test_tiny_temperatures_are_finite_and_greedy(temperature: float, position: i
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 30), st.floats(0.05, 2.0), st.floats(0.05, 1.0))
 @settings(max_examples=100, deadline=None)
-def test_a_draw_is_a_function_and_stays_inside_top_k(seed: int, position: int, top_k: int, temperature: float, top_p: float) -> None:
+def test_a_draw_is_a_function_and_stays_inside_top_k(
+    seed: int, position: int, top_k: int, temperature: float, top_p: float
+) -> None:
     logits = rows(200, seed % 7)
     settings_ = params(seed=seed, top_k=top_k, temperature=temperature, top_p=top_p)
     token = sample(logits, settings_, position)

@@ -1,4 +1,5 @@
-"""What a decoder is, read from a Hugging Face folder's config.json: Llama, Mistral, Qwen2 and Qwen3. Pure data, no torch.
+"""What a decoder is, read from a Hugging Face folder's config.json: Llama, Mistral, Qwen2 and Qwen3. Pure data, no
+torch.
 
 Whatever this product does not compute is refused here with one line, never ignored.
 """
@@ -35,7 +36,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape. Widths in floats; `windows[i]` is layer i's sliding window in positions, 0 for full attention."""
+    """A decoder's shape. Widths in floats; `windows[i]` is layer i's sliding window in positions, 0 for full
+    attention.
+    """
 
     family: str
     vocab_size: int
@@ -86,12 +89,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """The decoder that `raw` (config.json) describes. Raises StartupError when it is not one that this engine computes."""
+    """The decoder that `raw` (config.json) describes. Raises StartupError when it is not one that this engine
+    computes.
+    """
     architectures = raw.get("architectures") or []
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(str(name)) or (raw.get("model_type") if raw.get("model_type") in FAMILIES.values() else None)
     if family is None:
-        raise StartupError(f"model architecture {name or raw.get('model_type')!r} is not supported: {', '.join(FAMILIES)}")
+        raise StartupError(
+            f"model architecture {name or raw.get('model_type')!r} is not supported: {', '.join(FAMILIES)}"
+        )
     _refuse_unsupported(raw)
     hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     layers = _size(raw, "num_hidden_layers")
@@ -104,7 +111,9 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
             raise StartupError(f"config.json: {what} {value} is not a multiple of {multiple}, which the kernels need")
     intermediate = _size(raw, "intermediate_size")
     if intermediate % 16:
-        raise StartupError(f"config.json: intermediate_size {intermediate} is not a multiple of 16, which the kernels need")
+        raise StartupError(
+            f"config.json: intermediate_size {intermediate} is not a multiple of 16, which the kernels need"
+        )
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         family=family,
@@ -163,8 +172,12 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
             return RopeConfig(theta, kind, float(parameters["factor"]))
         if kind == "llama3":
             return RopeConfig(
-                theta, kind, float(parameters["factor"]), float(parameters["low_freq_factor"]),
-                float(parameters["high_freq_factor"]), int(parameters["original_max_position_embeddings"]),
+                theta,
+                kind,
+                float(parameters["factor"]),
+                float(parameters["low_freq_factor"]),
+                float(parameters["high_freq_factor"]),
+                int(parameters["original_max_position_embeddings"]),
             )
     except (KeyError, TypeError, ValueError) as error:
         raise StartupError(f"config.json: bad RoPE parameters ({error!r})") from error
@@ -172,7 +185,9 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def _windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
-    """Sliding window of each layer. Mistral: every layer; Qwen: those named by layer_types or from max_window_layers on."""
+    """Sliding window of each layer. Mistral: every layer; Qwen: those named by layer_types or from max_window_layers
+    on.
+    """
     window = raw.get("sliding_window")
     if family == "llama" or not window or (family.startswith("qwen") and not raw.get("use_sliding_window", False)):
         return (0,) * layers

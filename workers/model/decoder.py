@@ -1,7 +1,8 @@
 """The decoder: token ids of a whole step's rows, flattened, to logits of the rows that sample.
 
-All activations are [tokens, width] over all requests; only attention knows which tokens belong together. Every operation
-gives each row a result that depends on that row alone, so the logits of a request are the same bits in any company.
+All activations are [tokens, width] over all requests; only attention knows which tokens belong together. Every
+operation gives each row a result that depends on that row alone, so the logits of a request are the same bits in any
+company.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ class Decoder:
             ops.rms_norm(x, layer.input_norm, c.norm_eps, normed, added)
             ops.linear(normed, layer.qkv, qkv)
             ops.rope_write(qkv, c.heads, shape, pool, i, rows, self._cos, self._sin, layer.qk_norm)
-            if i == c.layers - 1:
-                # KV is written; past here only rows that sample are of use to anybody.
-                if not sampled:
-                    break
+            last_layer = i == c.layers - 1
+            if last_layer and not sampled:
+                break  # KV is written, and nobody wants more
             ops.attention(qkv, c.heads, shape, pool, i, rows, mixed, c.windows[i])
-            if i == c.layers - 1:
+            if last_layer:
+                # Past attention only rows that sample are of use to anybody.
                 wanted = torch.tensor(sampled)
                 x, mixed = x[wanted], mixed[wanted]
                 last = len(sampled)

@@ -22,7 +22,9 @@ _DIGEST_BYTES = 16
 
 
 def weights_digest(folder: Path, cache_dir: Path) -> str:
-    """Hex digest of a model folder's weights: from its mark where we made the folder, else of the bytes of its files."""
+    """Hex digest of a model folder's weights: from its mark where we made the folder, else of the bytes of its
+    files.
+    """
     if (folder / MARK).is_file():
         digest = read_json(folder / MARK).get("weights_digest")
         if isinstance(digest, str):
@@ -41,8 +43,9 @@ def files_digest(paths: Sequence[Path], cache_dir: Path) -> str:
 def _file_digest(path: Path, cache_dir: Path) -> str:
     try:
         stat = path.stat()
-        stamp = [os.fspath(path.resolve()), stat.st_size, stat.st_mtime_ns]
-        note = cache_dir / "digests" / f"{blake2b(stamp[0].encode(), digest_size=12).hexdigest()}.json"
+        whole_path = os.fspath(path.resolve())
+        stamp = [whole_path, stat.st_size, stat.st_mtime_ns]
+        note = cache_dir / "digests" / f"{blake2b(os.fsencode(whole_path), digest_size=12).hexdigest()}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = json.loads(note.read_bytes())
             if known["stamp"] == stamp:

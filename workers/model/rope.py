@@ -1,4 +1,6 @@
-"""Rotation tables (Su et al. 2021) with linear and Llama 3 scaling, in the float32 steps of transformers so that angles are equal."""
+"""Rotation tables (Su et al. 2021) with linear and Llama 3 scaling, in the float32 steps of transformers so that
+angles are equal.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,8 @@ def _llama3(inverse: Any, rope: RopeConfig) -> Any:
     high_wave = rope.original_max_positions / rope.high_freq_factor
     wave = 2 * math.pi / inverse
     scaled = torch.where(wave > low_wave, inverse / rope.factor, inverse)
-    smooth = (rope.original_max_positions / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rope.original_max_positions / wave - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     between = (1 - smooth) * scaled / rope.factor + smooth * scaled
     return torch.where((wave >= high_wave) & (wave <= low_wave), between, scaled)

@@ -1,4 +1,6 @@
-"""What the engine asks of a runner: it computes a StepPlan over KV memory that it owns. Implementations: TorchRunner, FakeRunner."""
+"""What the engine asks of a runner: it computes a StepPlan over KV memory that it owns. Implementations: TorchRunner,
+FakeRunner.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ KvPool = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Runner(Protocol):
-    """Used by one engine thread. The pool's memory may be read and written by transports between and during steps, block by
-    block: which blocks, is the scheduler's promise.
+    """Used by one engine thread. The pool's memory may be read and written by transports between and during steps,
+    block by block: which blocks, is the scheduler's promise.
     """
 
     kv_pool: KvPool

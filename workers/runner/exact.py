@@ -1,4 +1,5 @@
-"""The start-up proof of `exact` mode (DESIGN law 6): a row's bits do not depend on its company, its place or the threads.
+"""The start-up proof of `exact` mode (DESIGN law 6): a row's bits do not depend on its company, its place or the
+threads.
 
 The kernels promise it by construction (one ascending chain of multiply-adds for each element); this test shows that the
 compiler of this machine kept the promise, at the widths of the model to be served.

@@ -1,7 +1,8 @@
-"""A runner without a model: the next token is a hash of the row's whole history, read back from the pool through its block table.
+"""A runner without a model: the next token is a hash of the row's whole history, read back from the pool through its
+block table.
 
-Each slot keeps (token id, position), so a block with foreign, stale or missing content changes every token after it, as real
-KV would. Needs no torch; a step costs microseconds unless `step_s` says otherwise.
+Each slot keeps (token id, position), so a block with foreign, stale or missing content changes every token after it,
+as real KV would. Needs no torch; a step costs microseconds unless `step_s` says otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def fake_next_token(
     return _next(log, params, banned, vocab_size)
 
 
-def _next(log: np.ndarray, params: SamplingParams, banned: Sequence[int], vocab_size: int) -> int:  # type: ignore[type-arg]
+def _next(log: np.ndarray, params: SamplingParams, banned: Sequence[int], vocab_size: int) -> int:
     draw = 0.0 if params.greedy else uniform(params.seed, params.branch, len(log))
     base = blake2b(log.tobytes() + repr(draw).encode(), digest_size=8)
     token = int.from_bytes(base.digest(), "little") % vocab_size
@@ -110,7 +111,7 @@ class FakeRunner:
         """Bytes by use."""
         return {"weights": 0, "workspace": 0, "kv": self.kv_pool.nbytes, "block_metadata": 0}
 
-    def _write(self, token_ids: Sequence[int], start: int, table: np.ndarray) -> None:  # type: ignore[type-arg]
+    def _write(self, token_ids: Sequence[int], start: int, table: np.ndarray) -> None:
         size = self.layout.block_size
         at = np.arange(start, start + len(token_ids))
         if len(at) == 0 or at[-1] >= self.max_model_len or at[-1] // size >= len(table):
@@ -120,7 +121,7 @@ class FakeRunner:
         self._log[table[at // size], 0, at % size] = token_ids
         self._log[table[at // size], 1, at % size] = at
 
-    def _read(self, count: int, table: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def _read(self, count: int, table: np.ndarray) -> np.ndarray:
         size = self.layout.block_size
         at = np.arange(count)
-        return np.stack((self._log[table[at // size], 0, at % size], self._log[table[at // size], 1, at % size]), axis=1)
+        return np.ascontiguousarray(self._log[table[at // size], :, at % size])

@@ -1,4 +1,4 @@
-"""Memory of a KV pool: anonymous, in huge pages where the kernel gives them, checked against what is free before it is taken."""
+"""Memory of a KV pool: anonymous, in huge pages where the kernel gives them, checked against what is free first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def allocate_pool(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     free = available_bytes()
     if num_bytes + _MARGIN_BYTES > free:
         raise StartupError(
-            f"too little memory for the KV pool: {num_bytes:,} bytes needed (and {_MARGIN_BYTES:,} beside it), {free:,} available"
+            f"too little memory for the KV pool: {num_bytes:,} bytes needed (and {_MARGIN_BYTES:,} beside it), "
+            f"{free:,} available"
         )
     try:
         mapping = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

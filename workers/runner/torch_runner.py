@@ -53,11 +53,10 @@ class TorchRunner:
         self.exact = exact
         self.max_model_len = max_model_len
         self.eos_token_ids = self.config.eos_token_ids
-        self.layout = KvLayout(
-            self.config.layers, self.config.kv_heads, self.config.head_dim, block_size, _DTYPE_BYTES
-        )
+        self.layout = KvLayout(self.config.layers, self.config.kv_heads, self.config.head_dim, block_size, _DTYPE_BYTES)
         if max_model_len > self.config.max_positions:
-            raise StartupError(f"max_model_len {max_model_len} is over the model's own limit of {self.config.max_positions}")
+            limit = self.config.max_positions
+            raise StartupError(f"max_model_len {max_model_len} is over the model's own limit of {limit}")
         self.num_blocks = num_blocks if num_blocks is not None else (kv_cache_bytes or 0) // self.layout.block_bytes
         if self.num_blocks < 1:
             raise StartupError(f"the KV pool must hold at least one block of {self.layout.block_bytes:,} bytes")
@@ -68,7 +67,6 @@ class TorchRunner:
         except ValueError as error:
             raise StartupError(str(error)) from error
         torch.set_num_threads(threads)
-        torch.set_grad_enabled(False)
         self._ops = CpuOps(threads)
         self.kv_pool = allocate_pool(self.num_blocks * self.layout.block_bytes)
         self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
@@ -112,8 +110,15 @@ class TorchRunner:
             if count:
                 self.run(
                     StepPlan(
-                        0, [RequestKey(0)], [count], [start], [0] * count, [table], [True],
-                        [SamplingParams(max_tokens=1)], [()],
+                        0,
+                        [RequestKey(0)],
+                        [count],
+                        [start],
+                        [0] * count,
+                        [table],
+                        [True],
+                        [SamplingParams(max_tokens=1)],
+                        [()],
                     )
                 )
 
@@ -136,8 +141,8 @@ class TorchRunner:
         """See `Runner.fingerprint`."""
         return root_hash(self.identity_fields())
 
-    def _sample(self, plan: StepPlan, logits: np.ndarray) -> list[int]:  # type: ignore[type-arg]
-        tokens = []
+    def _sample(self, plan: StepPlan, logits: np.ndarray) -> list[int]:
+        tokens: list[int] = []
         for i, wanted in enumerate(plan.samples):
             if wanted:
                 position = plan.start_pos[i] + plan.num_tokens[i]
