@@ -14,9 +14,9 @@ process ends.
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -144,7 +144,9 @@ class _Puller(threading.Thread):
         self._pool = pool
         self._read_timeout_s = read_timeout_s
         self._post_blocks = max(1, POST_BYTES // pool.block_bytes)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Not a SimpleQueue: its get(timeout) can wait for ever (CPython 3.11 recomputes a short timeout to below zero).
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._called = threading.Event()
         self._agent: UcxAgent | None = None
         self._peers: dict[str, UcxPeer] = {}
         self._reads: list[_Read] = []
@@ -153,7 +155,8 @@ class _Puller(threading.Thread):
 
     def post(self, command: Callable[[], None]) -> None:
         """From any thread."""
-        self._inbox.put(command)
+        self._inbox.append(command)
+        self._called.set()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Runs `function` on the puller thread and returns what it returns or raises."""
@@ -175,13 +178,11 @@ class _Puller(threading.Thread):
     def run(self) -> None:
         pause = MIN_PAUSE_S
         while self._stop_at is None or (self._reads and time.monotonic() < self._stop_at):
-            try:
-                command = self._inbox.get(timeout=pause if self._reads else None)
-            except queue.Empty:
-                pass
-            else:
-                command()
+            if self._called.wait(pause if self._reads else None):
+                self._called.clear()
                 pause = MIN_PAUSE_S
+            while self._inbox:
+                self._inbox.popleft()()
             moved = [self._advance(read) for read in list(self._reads)]
             pause = MIN_PAUSE_S if any(moved) else min(pause * 2, MAX_PAUSE_S)
         self._shut()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvtransfer.transports.base import Pool, TransferError, TransferFault
 
-PROGRESS_DELAY_US = 10_000
+PROGRESS_DELAY_US = 10000
 Handle = NewType("Handle", int)
 BlockList = NewType("BlockList", int)
 BlockIds = npt.NDArray[np.int32]
