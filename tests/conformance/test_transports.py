@@ -572,6 +572,11 @@ def test_auto_takes_ucx_where_it_works() -> None:
     run(test())
 
 
+def test_no_transport_needs_torch() -> None:
+    code = "import sys, kvtransfer.transports.select; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
 def test_runs_cover_all_blocks_in_order() -> None:
     assert list(runs([], 4)) == []
     assert list(runs([3, 4, 5, 9, 8, 7, 8], 2)) == [(3, 2), (5, 1), (9, 1), (8, 1), (7, 2)]

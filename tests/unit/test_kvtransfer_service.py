@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -27,6 +28,9 @@ from kvtransfer.service import (
 )
 from kvtransfer.transports.base import allocate_pool, peer_name
 from kvtransfer.transports.memory import MemoryTransport
+from kvtransfer.transports.tcp import TcpTransport
+from kvtransfer.transports.ucx import UcxTransport
+from kvtransfer.transports.ucx_agent import load_bindings
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 64, 32
 LIVENESS_S = 0.4
@@ -74,10 +78,10 @@ class Sink:
 class World:
     """One holder, one reader. Block 8 + i of the holder is filled with the byte 100 + i."""
 
-    def __init__(self, read_timeout_s: float) -> None:
+    def __init__(self, lane: Callable[[str], Any]) -> None:
         self.incarnation = random_ids("inc")
-        self.holder_lane = MemoryTransport(peer_name("prefill-0", self.incarnation), read_timeout_s)
-        self.reader_lane = MemoryTransport(peer_name("decode-0", random_ids("inc")), read_timeout_s)
+        self.holder_lane = lane(peer_name("prefill-0", self.incarnation))
+        self.reader_lane = lane(peer_name("decode-0", random_ids("inc")))
         self.holder_memory, self.reader_memory = (allocate_pool(NUM_BLOCKS * BLOCK_BYTES) for _ in range(2))
         self.source = Source()
         self.sink = Sink()
@@ -143,11 +147,11 @@ class World:
 
 
 @asynccontextmanager
-async def world(fingerprint: str = "f" * 32, read_timeout_s: float = 30.0) -> AsyncIterator[World]:
+async def world(fingerprint: str = "f" * 32, lane: Callable[[str], Any] = MemoryTransport) -> AsyncIterator[World]:
     before = asyncio.all_tasks()
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-    it = World(read_timeout_s)
+    it = World(lane)
     await it.start(fingerprint)
     try:
         yield it
@@ -167,13 +171,32 @@ def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     def run() -> None:
         asyncio.run(asyncio.wait_for(test(), 30))
 
-    run.__name__ = test.__name__
     return run
 
 
-@in_loop
-async def test_chunks_move_while_the_holder_computes_and_known_blocks_do_not() -> None:
-    async with world() as w:
+def no_nixl() -> bool:
+    try:
+        load_bindings()
+    except ImportError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "lane",
+    [
+        MemoryTransport,
+        partial(TcpTransport, token="secret"),
+        pytest.param(UcxTransport, marks=pytest.mark.skipif(no_nixl(), reason="NIXL is not importable")),
+    ],
+    ids=["memory", "tcp", "ucx"],
+)
+def test_chunks_move_while_the_holder_computes_and_known_blocks_do_not(lane: Callable[[str], Any]) -> None:
+    in_loop(lambda: chunks_move_while_the_holder_computes(lane))()
+
+
+async def chunks_move_while_the_holder_computes(lane: Callable[[str], Any]) -> None:
+    async with world(lane=lane) as w:
         # 1. the first chunk is there before the lease, the reader already has block 0
         w.compute(2)
         adoption = w.adopt()
@@ -294,7 +317,7 @@ async def test_a_reader_that_cancels_in_mid_read_quarantines_until_the_read_is_t
 
 @in_loop
 async def test_a_read_that_times_out_fails_the_hand_off_and_stays_quarantined() -> None:
-    async with world(read_timeout_s=0.1) as w:
+    async with world(lane=partial(MemoryTransport, read_timeout_s=0.1)) as w:
         w.holder_lane.stall()
         w.compute(1)
         w.adopt().reserved([1, 2], skip_blocks=0)
