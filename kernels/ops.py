@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import kernels.numba_cache  # noqa: F401  (first: it decides where numba keeps compiled code)
+import kernels.environment  # noqa: F401  (first: it decides where numba keeps compiled code)
 
 # isort: split
 import numpy as np

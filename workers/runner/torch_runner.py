@@ -12,7 +12,7 @@ import torch
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import RequestKey
 from headrace.sampling import SamplingParams
-from kernels.numba_cache import cache_root
+from kernels.environment import cache_root
 from kernels.ops import CpuOps, PoolShape, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
