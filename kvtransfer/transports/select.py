@@ -45,6 +45,8 @@ async def make_transport(
     """
     if name not in LANES:
         raise StartupError(f"transport: {name!r} is none of {', '.join(LANES)}")
+    if host in ("0.0.0.0", "::", ""):
+        raise StartupError(f"host: {host!r} is no address that peers can reach; give this node's own")
     note = ""
     if name in ("auto", "ucx"):
         ucx = UcxTransport(peer_id, read_timeout_s)

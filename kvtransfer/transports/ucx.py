@@ -37,7 +37,7 @@ from kvtransfer.transports.base import (
     TransferFault,
     failed_pull,
 )
-from kvtransfer.transports.ucx_agent import BlockIds, BlockList, Handle, PostState, UcxAgent
+from kvtransfer.transports.ucx_agent import BlockIds, BlockList, Handle, PostState, UcxAgent, UnfencedError
 
 POST_BYTES = 8 << 20
 POSTS_IN_FLIGHT = 4
@@ -47,7 +47,7 @@ CLOSE_S = 1.0
 
 T = TypeVar("T")
 _UNFENCED: list[UcxAgent] = []
-"""Agents with posts in progress; they and their memory stay until the process ends."""
+"""Agents that may still write; they and their memory stay until the process ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,8 @@ class _Read:
     posts: list[tuple[Handle, int]] = field(default_factory=list)
     """Posts in progress and their bytes."""
     abandoned: bool = False
+    unfenced: bool = False
+    """A post ended without proof that it can write no more: this read is never terminal."""
 
 
 class UcxTransport:
@@ -82,13 +84,13 @@ class UcxTransport:
         self._read_timeout_s = read_timeout_s
         self._pool: Pool | None = None
         self._puller: _Puller | None = None
+        self._closed = False
         self._descriptor = b""
 
     async def start(self, memory: PoolBytes, block_bytes: int) -> None:
         pool = self._pool = Pool(memory, block_bytes)
-        puller = _Puller(asyncio.get_running_loop(), self.peer_id, pool, self._read_timeout_s)
+        puller = self._puller = _Puller(asyncio.get_running_loop(), self.peer_id, pool, self._read_timeout_s)
         metadata = await puller.call(puller.open)
-        self._puller = puller
         details = msgpack.packb([memory.ctypes.data, metadata])
         self._descriptor = Descriptor(self.name, self.peer_id, pool.num_blocks, block_bytes, details).encode()
 
@@ -97,6 +99,7 @@ class UcxTransport:
 
     async def connect(self, peer_id: str, descriptor: bytes) -> UcxPeer:
         pool, puller = self._started()
+        self._check_open()
         found = Descriptor.decode(descriptor, self.name, peer_id, pool.block_bytes)
         return await puller.call(lambda: puller.add(found))
 
@@ -106,6 +109,7 @@ class UcxTransport:
         if not isinstance(peer, UcxPeer):
             raise InvariantError("a peer of another transport")
         try:
+            self._check_open()
             pool.check_targets(remote_blocks, local_blocks, peer.num_blocks)
         except TransferError as error:
             return failed_pull(loop, error)
@@ -117,16 +121,21 @@ class UcxTransport:
 
     async def disconnect(self, peer: Peer) -> None:
         _, puller = self._started()
-        if isinstance(peer, UcxPeer):
+        if isinstance(peer, UcxPeer) and not self._closed:
             await puller.call(lambda: puller.leave(peer))
 
     async def close(self) -> None:
+        self._closed = True
         if self._puller is not None:
             self._puller.post(self._puller.stop)
             await asyncio.to_thread(self._puller.join)
 
     def twin(self, peer_id: str) -> UcxTransport:
         return UcxTransport(peer_id, self._read_timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError(TransferFault.CANCELLED, "the transport was closed")
 
     def _started(self) -> tuple[Pool, _Puller]:
         if self._pool is None or self._puller is None:
@@ -150,6 +159,7 @@ class _Puller(threading.Thread):
         self._agent: UcxAgent | None = None
         self._peers: dict[str, UcxPeer] = {}
         self._reads: list[_Read] = []
+        self._unfenced = False
         self._stop_at: float | None = None
         self.start()
 
@@ -165,10 +175,10 @@ class _Puller(threading.Thread):
         def command() -> None:
             try:
                 result = function()
-            except TransferError as error:
-                self._tell(_set_error, future, error)
             except ImportError as error:
                 self._tell(_set_error, future, TransferError(TransferFault.FAILED, f"NIXL is not importable: {error}"))
+            except Exception as error:  # raised where it is awaited
+                self._tell(_set_error, future, error)
             else:
                 self._tell(_set_result, future, result)
 
@@ -275,6 +285,7 @@ class _Puller(threading.Thread):
 
     def _give_up(self, read: _Read, error: TransferError) -> None:
         read.abandoned = True
+        read.unfenced |= isinstance(error, UnfencedError)
         read.peer.lost |= error.kind is TransferFault.PEER_LOST
         self._tell(read.pull.fail, error)
 
@@ -283,7 +294,9 @@ class _Puller(threading.Thread):
         read.peer.reads -= 1
         if read.peer.leaving:
             self.leave(read.peer)
-        if read.abandoned:
+        if read.unfenced:
+            self._unfenced = True
+        elif read.abandoned:
             self._tell(read.pull.abort)
         else:
             self._tell(read.pull.finish, read.progress.stats())
@@ -291,7 +304,7 @@ class _Puller(threading.Thread):
     def _shut(self) -> None:
         if self._agent is None:
             return
-        if self._reads:
+        if self._reads or self._unfenced:
             _UNFENCED.append(self._agent)
         else:
             self._agent.close()

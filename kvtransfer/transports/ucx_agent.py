@@ -46,6 +46,10 @@ def load_bindings() -> ModuleType:
     raise ImportError("; ".join(reasons))
 
 
+class UnfencedError(TransferError):
+    """A post failed in a way that does not prove its other parts stopped: NIXL only asks UCX to cancel them."""
+
+
 class UcxAgent:
     """One NIXL agent over one pool. Methods raise TransferError: peer_lost or failed."""
 
@@ -91,31 +95,34 @@ class UcxAgent:
                 call(argument)
 
     def post(self, remote: BlockList, remote_blocks: BlockIds, own_blocks: BlockIds) -> tuple[Handle | None, PostState]:
-        """Starts one read; None when it needs no further look. Over shared memory the copy happens in here."""
+        """Starts one read; None when it needs no further look. Over shared memory the copy happens in here.
+
+        Raises UnfencedError, as `check` does, when part of it may still write.
+        """
         nixl = self._nixl
         try:
             handle = self._agent.makeXferReq(
                 nixl.NIXL_READ, self._own, own_blocks, remote, remote_blocks, b"", [], False
             )
-            try:
-                state = self._state(self._agent.postXferReq(handle, b""))
-            except self._errors:
-                self._release(handle)
-                raise
         except self._errors as error:
             raise self._typed(error) from error
+        try:
+            state = self._state(self._agent.postXferReq(handle, b""))
+        except self._errors as error:
+            self._release(handle)
+            raise self._typed(error, posted=True) from error
         if state is PostState.DONE:
             self._release(handle)
             return None, state
         return Handle(handle), state
 
     def check(self, handle: Handle) -> PostState:
-        """DONE and an error are final: the handle is released then."""
+        """DONE and an error are the last word on a post: the handle is released then."""
         try:
             state = self._state(self._agent.getXferStatus(handle))
         except self._errors as error:
             self._release(handle)
-            raise self._typed(error) from error
+            raise self._typed(error, posted=True) from error
         if state is PostState.DONE:
             self._release(handle)
         return state
@@ -140,11 +147,12 @@ class UcxAgent:
             return PostState.DONE
         if status == self._nixl.NIXL_IN_PROG:
             return PostState.IN_PROGRESS
-        raise TransferError(TransferFault.FAILED, f"NIXL status {status}")
+        raise UnfencedError(TransferFault.FAILED, f"NIXL status {status}")
 
-    def _typed(self, error: Exception) -> TransferError:
-        lost = isinstance(error, self._nixl.nixlRemoteDisconnectError)
-        return TransferError(TransferFault.PEER_LOST if lost else TransferFault.FAILED, str(error))
+    def _typed(self, error: Exception, posted: bool = False) -> TransferError:
+        if isinstance(error, self._nixl.nixlRemoteDisconnectError):  # nothing comes over a connection that is gone
+            return TransferError(TransferFault.PEER_LOST, str(error))
+        return (UnfencedError if posted else TransferError)(TransferFault.FAILED, str(error))
 
     def _release(self, handle: int) -> None:
         with suppress(*self._errors):  # a handle that ended in an error may refuse; the agent frees it when it goes

@@ -25,7 +25,7 @@ import pytest
 
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import random_ids
-from kvtransfer.transports import select, ucx_agent
+from kvtransfer.transports import select, ucx, ucx_agent
 from kvtransfer.transports.base import (
     Descriptor,
     PoolBytes,
@@ -475,6 +475,49 @@ def test_close_gives_reads_up_even_when_their_peer_is_stopped(lane: str) -> None
     run(test())
 
 
+class HalfFailingAgent:
+    """An agent whose posts of own block 0 fail without proof that they stopped; others are done at once."""
+
+    metadata = b""
+
+    def __init__(self, *_: object) -> None:
+        self.closed = False
+
+    def add_peer(self, *_: object) -> int:
+        return 1
+
+    def post(self, remote: int, remote_blocks: Any, own_blocks: Any) -> tuple[None, ucx_agent.PostState]:
+        if 0 in own_blocks:
+            raise ucx_agent.UnfencedError(TransferFault.FAILED, "out of requests")
+        return None, ucx_agent.PostState.DONE
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_post_that_fails_halfway_is_never_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(ucx, "UcxAgent", HalfFailingAgent)
+        monkeypatch.setattr(ucx, "_UNFENCED", [])
+        transport = UcxTransport("reader")
+        await transport.start(allocate_pool(4 * 4096), 4096)
+        details = msgpack.packb([1, b"metadata"])
+        peer = await transport.connect("peer", Descriptor("ucx", "peer", 4, 4096, details).encode())
+        # 1. the failed read stays dangerous, the next one is fine
+        bad, good = transport.pull(peer, [1], [0]), transport.pull(peer, [1], [1])
+        assert await fault_of(bad) is TransferFault.FAILED
+        await good.done
+        await over(good)
+        assert not bad.terminal.done()
+        # 2. its agent is kept; a closed transport starts nothing
+        await transport.close()
+        assert [agent.closed for agent in ucx._UNFENCED] == [False]
+        assert await fault_of(transport.pull(peer, [1], [2])) is TransferFault.CANCELLED
+        await transport.disconnect(peer)
+
+    run(test())
+
+
 # --- nothing left behind
 
 
@@ -568,6 +611,14 @@ def test_auto_takes_ucx_where_it_works() -> None:
         assert (lane.transport.name, lane.note) == ("ucx", "") and lane.gbps > 0
         assert not memory.any()
         await lane.transport.close()
+
+    run(test())
+
+
+def test_the_lane_needs_an_address_that_peers_can_reach() -> None:
+    async def test() -> None:
+        with pytest.raises(StartupError, match="host"):
+            await select.make_transport("tcp", allocate_pool(MIB), MIB, peer_id="w", token=TOKEN, host="0.0.0.0")
 
     run(test())
 
