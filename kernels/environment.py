@@ -23,7 +23,8 @@ def cache_root() -> Path:
 
 def _numba_cache() -> Path:
     digest = blake2b(digest_size=6)
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    for source in [folder / "micro.py", *sorted(folder.glob("cpu_*.py"))]:
         digest.update(source.read_bytes())
     return cache_root() / "numba" / digest.hexdigest()
 
