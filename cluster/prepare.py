@@ -11,14 +11,9 @@ import sys
 from pathlib import Path
 
 from headrace.errors import StartupError
+from headrace.paths import cache_root
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-
-
-def default_cache_dir() -> Path:
-    """`$HEADRACE_CACHE`, else `headrace` in the user's cache directory."""
-    named = os.environ.get("HEADRACE_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def check_path(path: str) -> None:
@@ -34,7 +29,7 @@ async def prepare_model(path: str) -> Path:
         "-m",
         "cluster.prepare",
         path,
-        str(default_cache_dir()),
+        str(cache_root()),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

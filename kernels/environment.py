@@ -12,13 +12,9 @@ import os
 from hashlib import blake2b
 from pathlib import Path
 
+from headrace.paths import cache_root
+
 _SPIN_ROUNDS = 3000
-
-
-def cache_root() -> Path:
-    """HEADRACE_CACHE, or ~/.cache/headrace."""
-    chosen = os.environ.get("HEADRACE_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "headrace"
 
 
 def _numba_cache() -> Path:

@@ -11,8 +11,8 @@ import torch
 
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import RequestKey
+from headrace.paths import cache_root
 from headrace.sampling import SamplingParams
-from kernels.environment import cache_root
 from kernels.ops import CpuOps, PoolShape, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
