@@ -86,7 +86,7 @@ class World:
         self.source = Source()
         self.sink = Sink()
 
-    async def start(self, fingerprint: str) -> None:
+    async def start(self, fingerprint: str, liveness_s: float) -> None:
         await self.holder_lane.start(self.holder_memory, BLOCK_BYTES)
         await self.reader_lane.start(self.reader_memory, BLOCK_BYTES)
         holder = self.holder = LeaseHolder(
@@ -95,7 +95,7 @@ class World:
             incarnation=self.incarnation,
             fingerprint="f" * 32,
             token="secret",
-            liveness_s=LIVENESS_S,
+            liveness_s=liveness_s,
         )
 
         class Servicer(WorkerServicer):  # type: ignore[misc]
@@ -112,7 +112,7 @@ class World:
             block_size=BLOCK_SIZE,
             fingerprint=fingerprint,
             token="secret",
-            liveness_s=LIVENESS_S,
+            liveness_s=liveness_s,
         )
 
     def adopt(self, request_id: str = "req-1", **address: str) -> Adoption:
@@ -147,12 +147,14 @@ class World:
 
 
 @asynccontextmanager
-async def world(fingerprint: str = "f" * 32, lane: Callable[[str], Any] = MemoryTransport) -> AsyncIterator[World]:
+async def world(
+    fingerprint: str = "f" * 32, lane: Callable[[str], Any] = MemoryTransport, liveness_s: float = LIVENESS_S
+) -> AsyncIterator[World]:
     before = asyncio.all_tasks()
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     it = World(lane)
-    await it.start(fingerprint)
+    await it.start(fingerprint, liveness_s)
     try:
         yield it
         await it.assert_drained()
@@ -196,12 +198,13 @@ def test_chunks_move_while_the_holder_computes_and_known_blocks_do_not(lane: Cal
 
 
 async def chunks_move_while_the_holder_computes(lane: Callable[[str], Any]) -> None:
-    async with world(lane=lane) as w:
+    async with world(lane=lane, liveness_s=5.0) as w:
         # 1. the first chunk is there before the lease, the reader already has block 0
         w.compute(2)
         adoption = w.adopt()
         adoption.reserved([20, 3, 17, 5, 6], skip_blocks=1)
-        await until(lambda: w.row(3) == [101])
+        await until(lambda: w.row(3) == [101] or w.sink.end is not None)
+        assert w.sink.end is None
         assert w.holder.leases == 1 and w.reader.handoffs == 1
         # 2. the second chunk moves before the first token exists
         w.compute(4)
