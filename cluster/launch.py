@@ -7,17 +7,16 @@ order, and the guardian ends the rest.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 
@@ -31,6 +30,7 @@ from headrace.errors import StartupError
 
 T = TypeVar("T")
 
+HARD_END_S = 5.0
 LOG_WIDTH = 120
 """Columns of the table when standard error is no terminal."""
 
@@ -38,7 +38,7 @@ LOG_WIDTH = 120
 def serve(config: ServeConfig, ready_path: Path | None = None, console: Console | None = None) -> int:
     """Runs until SIGINT, SIGTERM or SIGHUP; returns the exit status (0 after an ordered stop).
 
-    A second signal while stopping ends at once with 128 + its number. Raises StartupError when the
+    A signal before it serves, or a second one, ends at once with 128 + its number. Raises StartupError when the
     deployment cannot start.
     """
     began = monotonic()
@@ -52,17 +52,49 @@ async def _serve(config: ServeConfig, ready_path: Path | None, console: Console,
     if ready_path is not None and not ready_path.parent.is_dir():
         raise StartupError(f"--ready-file: {ready_path.parent}: no such directory")
     run_dir = RunDir([ready_path] if ready_path else [])
-    stopping = asyncio.Event()
     try:
-        with _signals(stopping, run_dir, console):
-            launch = _Launch(config, ready_path, console, began, run_dir, stopping)
-            await launch.run()
+        with _Signals(run_dir, console) as signals:
+            await _Launch(config, ready_path, console, began, run_dir, signals).run()
     finally:
         keep_logs = bool(os.environ.get("HEADRACE_KEEP_LOGS"))
         await asyncio.to_thread(run_dir.close, keep_logs=keep_logs)
         if keep_logs:
             console.print(f"logs: {run_dir.path}")
     return 0
+
+
+class _Signals:
+    """While serving, the first signal asks for an ordered stop and the second ends everything now.
+
+    Before that there is nothing to finish, and a start cannot be taken back step by step (a half-started Ray cannot be
+    shut down): the first signal ends everything now. The exit status is 128 + the signal's number then.
+    """
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, run_dir: RunDir, console: Console) -> None:
+        self.is_serving = False
+        self.stop = asyncio.Event()
+        self._run_dir = run_dir
+        self._console = console
+
+    def __enter__(self) -> Self:
+        for number in self.NUMBERS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in self.NUMBERS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.is_serving and not self.stop.is_set():
+            self.stop.set()
+            return
+        self._console.show_cursor()
+        self._console.print("ended at once" if self.is_serving else "ended before it was ready")
+        self._run_dir.close(timeout_s=HARD_END_S)
+        os._exit(128 + number)
 
 
 @dataclass(slots=True)
@@ -72,15 +104,14 @@ class _Launch:
     console: Console
     began: float
     run_dir: RunDir
-    stopping: asyncio.Event
+    signals: _Signals
 
     async def run(self) -> None:
         backend = await asyncio.to_thread(_make_backend, self.config, self.run_dir)
         try:
             with self.console.status("preparing the model and the cluster"):
-                deployment = await self._unless_stopped(_prepare(self.config, backend))
-            if deployment is not None:
-                await self._operate(deployment, backend)
+                deployment = await _prepare(self.config, backend)
+            await self._operate(deployment, backend)
         finally:
             await backend.close()
 
@@ -94,26 +125,16 @@ class _Launch:
         loop = asyncio.create_task(controller.run())
         try:
             with self.console.status("starting the workers and the gateway"):
-                await self._unless_stopped(_with(loop, controller.wait_serving()))
-            if not self.stopping.is_set():
-                self._write_ready(deployment, controller)
-                banner.show(self.console, deployment, controller.processes(), monotonic() - self.began)
-                await self._unless_stopped(_with(loop, asyncio.Event().wait()))
-            self.console.print("stopping: running requests may finish; Ctrl-C again ends at once")
+                await _with(loop, controller.wait_serving())
+            self.signals.is_serving = True
+            self._write_ready(deployment, controller)
+            banner.show(self.console, deployment, controller.processes(), monotonic() - self.began)
+            await _with(loop, self.signals.stop.wait())
         finally:
             loop.cancel()
             await asyncio.wait([loop])
+        self.console.print("stopping: running requests may finish; Ctrl-C again ends at once")
         await controller.stop(deployment.cluster.drain_timeout_s)
-
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result, or None when a signal came first."""
-        task, signal_task = asyncio.create_task(work), asyncio.create_task(self.stopping.wait())
-        await asyncio.wait([task, signal_task], return_when=asyncio.FIRST_COMPLETED)
-        signal_task.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-        return None if task.cancelled() else task.result()
 
     def _write_ready(self, deployment: Deployment, controller: Controller) -> None:
         if self.ready_path is not None:
@@ -171,26 +192,3 @@ def check_ports(host: str, grpc_port: int, http_port: int) -> None:
             except OSError as error:
                 hint = f"; choose another with {flag}" if error.errno == errno.EADDRINUSE else ""
                 raise StartupError(f"{field}: {host}:{port}: {error.strerror or error}{hint}") from None
-
-
-@contextlib.contextmanager
-def _signals(stopping: asyncio.Event, run_dir: RunDir, console: Console) -> Iterator[None]:
-    """The first signal asks for an ordered stop, the second ends everything now."""
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: int) -> None:
-        if not stopping.is_set():
-            stopping.set()
-            return
-        console.print("ended at once")
-        run_dir.close(timeout_s=5.0)
-        os._exit(128 + number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

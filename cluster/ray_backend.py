@@ -102,6 +102,8 @@ class RayBackend:
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=self._temp_dir,
+                # Ray's default, 15, starves the engine beside anything else that runs on the machine.
+                _system_config={"worker_niceness": 0},
                 **common,
             )
         self._is_open = True

@@ -28,6 +28,7 @@ class DummyWorker(worker_pb2_grpc.WorkerServicer):
     async def start(self) -> WorkerReady:
         if os.environ.get("DUMMY_BROKEN") == self.spec.worker_id:
             raise StartupError("config.json: broken on purpose")
+        await asyncio.sleep(float(os.environ.get("DUMMY_START_S", "0")))
         self.server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")

@@ -127,6 +127,16 @@ def test_a_second_signal_while_stopping_ends_at_once_with_its_own_code(launch: C
     deployment.assert_nothing_is_left(pids, 1)
 
 
+def test_a_signal_before_it_serves_ends_it_at_once(launch: Callable[..., Launched]) -> None:
+    deployment = launch(DUMMY_START_S="30")
+    until(lambda: list(deployment.tmp.iterdir()), 20)
+    time.sleep(1.0)
+    deployment.process.send_signal(signal.SIGINT)
+    assert deployment.process.wait(5) == 128 + signal.SIGINT
+    deployment.assert_nothing_is_left([], 1)
+    assert "cluster_child" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
 def test_a_worker_that_cannot_start_ends_the_launch_with_one_line(launch: Callable[..., Launched]) -> None:
     deployment = launch(DUMMY_BROKEN="decode-0")
     _, said = deployment.process.communicate(timeout=20)
