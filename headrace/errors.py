@@ -1,4 +1,5 @@
-"""Two kinds of error: a caller's mistake or refusal (`HeadraceError`, reaches the client) and a broken invariant (ends the process).
+"""Two kinds of error: a caller's mistake or refusal (`HeadraceError`, reaches the client) and a broken invariant (ends
+the process).
 
 Lack of room inside a core is neither: it is the value `Rejected` or None.
 """

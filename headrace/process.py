@@ -1,4 +1,6 @@
-"""The life of a child process that serves: spec on stdin, one ready line on stdout, then until SIGTERM. No actor, no Ray."""
+"""The life of a child process that serves: spec on stdin, one ready line on stdout, then until SIGTERM. No actor, no
+Ray.
+"""
 
 from __future__ import annotations
 

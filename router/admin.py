@@ -27,7 +27,7 @@ class AdminService(rpc.AdminServicer):
     ) -> pb.SetMembersResponse:
         if not self._is_cluster(context):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the cluster token is missing or wrong")
-        self._gateway.set_members(request.version, list(request.members))
+        self._gateway.fleet.set_members(request.version, list(request.members))
         return pb.SetMembersResponse()
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusResponse:

@@ -1,7 +1,7 @@
 """The gateway: owns every request from its acceptance to the last token the client has (DESIGN law 4).
 
-It carries out the actions of the pure `Flight`s: sends frames over the sessions, books work, wakes the consumer. One call of
-`generate` is `n` flights and one queue; the consumer side turns tokens into text and finds stop strings.
+It carries out the actions of the pure `Flight`s: sends frames over the sessions, books work, wakes the consumer. One
+call of `generate` is `n` flights and one queue; the consumer side turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
-from headrace.core.records import FinishReason, Role
+from headrace.core.records import FinishReason
 from headrace.errors import Code, HeadraceError, invalid
 from headrace.ids import IdFactory, RequestId, random_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.identity import namespace_id
 from router import frames
-from router.api import Delta, Explanation, GenerationSpec, Usage
-from router.branch_text import BranchText
-from router.core.bookings import Bookings
+from router.answer import Branch, Events, deltas
+from router.api import Delta, GenerationSpec
 from router.core.flight import (
     Action,
     AdoptAt,
@@ -36,14 +35,13 @@ from router.core.flight import (
     Leg,
     SubmitTo,
 )
-from router.core.placement import Mode, WorkerKey, WorkerView
+from router.core.placement import Mode, choose_plan
+from router.fleet import Fleet
 from router.session import WorkerSession
 from router.spec import GatewaySpec
 from router.text import TextModel
 
 log = logging.getLogger("headrace.router.gateway")
-
-FINISH_NAMES = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
@@ -55,19 +53,6 @@ class Counters:
     failed: int = 0
     cancelled: int = 0
     retries: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """A flight with its consumer: events wait in the call's queue."""
-
-    flight: Flight
-    index: int
-    namespace: bytes
-    no_cache: bool
-    deadline: float
-    events: asyncio.Queue[tuple[Branch, Deliver | Ended]]
-    booked: list[tuple[WorkerKey, int]] = field(default_factory=list)
 
 
 class Gateway:
@@ -84,11 +69,7 @@ class Gateway:
         self._mode = Mode(spec.mode)
         self._handles = itertools.count(1)
         self._turns = itertools.count()
-        self._sessions: dict[str, WorkerSession] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._roles: dict[WorkerKey, Role] = {}
-        self._members_version = 0
-        self._bookings = Bookings()
+        self.fleet = Fleet(spec, self)
         self._legs: dict[int, tuple[Branch, Leg]] = {}
         self._live: dict[RequestId, Branch] = {}
         self._labels: dict[tuple[str, str], list[Branch]] = {}
@@ -100,7 +81,7 @@ class Gateway:
     async def generate(self, spec: GenerationSpec) -> AsyncIterator[Delta]:
         """See `router.api.GatewayService`."""
         self._admit(spec)
-        events: asyncio.Queue[tuple[Branch, Deliver | Ended]] = asyncio.Queue()
+        events: Events = asyncio.Queue()
         now = self._clock()
         deadline_s = self.spec.default_deadline_s if spec.deadline_s is None else spec.deadline_s
         timer = None
@@ -109,7 +90,7 @@ class Gateway:
             timer = asyncio.get_running_loop().call_later(deadline_s, self._deadline, branches)
             for branch in branches:
                 self._accept(branch, spec, now)
-            async for delta in self._deltas(spec, branches, events):
+            async for delta in deltas(self.text, spec, branches, events, self._stop):
                 yield delta
         finally:
             if timer is not None:
@@ -128,13 +109,10 @@ class Gateway:
     def ready(self) -> bool:
         if self._draining:
             return False
-        roles = {view.role for view in self._fleet()}
-        if self._mode is Mode.DISAGGREGATED:
-            return {Role.PREFILL, Role.DECODE} <= roles
-        return bool(roles)
+        return choose_plan(self._mode, self.fleet.views(), (), 1, 0) is not None
 
     def fingerprint(self) -> str:
-        return next((s.hello.fingerprint for s in self._sessions.values() if s.usable and s.hello), "")
+        return self.fleet.fingerprint()
 
     def drain(self) -> None:
         """No new requests; the running ones go on."""
@@ -150,7 +128,7 @@ class Gateway:
         if len(self._live) + len(spec.sampling) > self.spec.max_live_requests:
             limit = self.spec.max_live_requests
             raise HeadraceError(Code.RESOURCE_EXHAUSTED, f"{limit} requests are in progress", retry_after_s=1.0)
-        fleet = self._fleet()
+        fleet = self.fleet.views()
         capacity = max((w.capacity_tokens for w in fleet), default=0)
         need = len(spec.prompt_ids) + max(p.max_tokens for p in spec.sampling)
         if fleet and need > capacity:
@@ -164,7 +142,7 @@ class Gateway:
         self,
         spec: GenerationSpec,
         index: int,
-        events: asyncio.Queue[tuple[Branch, Deliver | Ended]],
+        events: Events,
         now: float,
         deadline: float,
     ) -> Branch:
@@ -201,61 +179,10 @@ class Gateway:
             if not mates:
                 del self._labels[spec.tenant, spec.label]
 
-    # ---- the consumer's side
-
-    async def _deltas(
-        self, spec: GenerationSpec, branches: list[Branch], events: asyncio.Queue[tuple[Branch, Deliver | Ended]]
-    ) -> AsyncIterator[Delta]:
-        texts = [BranchText(self.text, spec.stop, spec.include_stop, b.flight.sampling) for b in branches]
-        open_branches = len(branches)
-        while open_branches:
-            branch, event = await events.get()
-            text = texts[branch.index]
-            if isinstance(event, Deliver):
-                piece, stopped = text.push(event.token_ids)
-                if stopped:
-                    self._act(branch, branch.flight.stop(self._clock()))
-                yield Delta(branch.index, piece, event.token_ids)
-                continue
-            if event.error is not None:
-                raise event.error
-            open_branches -= 1
-            delta = Delta(branch.index, text.flush(), finish_reason=FINISH_NAMES[event.reason])
-            if not open_branches:
-                delta.usage = self._usage(spec, branches)
-                delta.explanation = self._explain(branches[0]) if spec.explain else None
-            yield delta
-
-    def _usage(self, spec: GenerationSpec, branches: list[Branch]) -> Usage:
-        return Usage(
-            prompt_tokens=len(spec.prompt_ids),
-            completion_tokens=sum(len(b.flight.output_ids) for b in branches),
-            cached_tokens=branches[0].flight.timeline.cached_tokens,
-        )
-
-    def _explain(self, branch: Branch) -> Explanation:
-        flight, line = branch.flight, branch.flight.timeline
-        first, end = line.to_first_token(), line.to_end()
-        gap_s = line.second_token - line.first_token if line.second_token and line.first_token else 0.0
-        return Explanation(
-            mode="disaggregated" if flight.disaggregated else "colocated",
-            prefill_worker=flight.prefill_worker,
-            decode_worker=flight.decode_worker,
-            attempts=flight.attempt,
-            cached_tokens=line.cached_tokens,
-            bytes_moved=line.bytes_moved,
-            lane=line.lane,
-            ttft_ms=sum(s for _, s in first) * 1e3,
-            total_ms=((line.complete or 0.0) - line.received) * 1e3,
-            to_first_token=[(name, s * 1e3) for name, s in first],
-            to_end=[(name, s * 1e3) for name, s in end],
-            second_token_gap_ms=gap_s * 1e3,
-        )
-
     # ---- carrying out actions
 
     def _place(self, branch: Branch, now: float) -> None:
-        self._act(branch, branch.flight.place(self._fleet(), now, next(self._turns)))
+        self._act(branch, branch.flight.place(self.fleet.views(), now, next(self._turns)))
 
     def _place_queued(self) -> None:
         now = self._clock()
@@ -272,7 +199,7 @@ class Gateway:
                     self._deliver_leg(branch, leg, source)
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)
-                    self._send(leg.worker, frames.finish(leg.handle, reason))
+                    self.fleet.send(leg.worker, frames.finish(leg.handle, reason))
                 case Deliver():
                     branch.events.put_nowait((branch, action))
                 case Ended(reason, error):
@@ -288,21 +215,17 @@ class Gateway:
         """Books and sends; when the session cannot take it the booking is undone and the leg counts as lost."""
         flight = branch.flight
         tokens = len(flight.prompt_ids) + len(flight.output_ids)
-        seq = self._bookings.add(leg.worker, tokens)
+        seq = self.fleet.bookings.add(leg.worker, tokens)
         body = frames.body(flight, branch.namespace, branch.no_cache, max(branch.deadline - self._clock(), 0.0))
         self._legs[leg.handle] = (branch, leg)
         if source is None:
             frame = frames.submit(leg, seq, body, hand_off=flight.disaggregated)
         else:
             frame = frames.adopt(leg, seq, body, source)
-        if not self._send(leg.worker, frame):
-            self._bookings.undo(leg.worker, seq)
+        if not self.fleet.send(leg.worker, frame):
+            self.fleet.bookings.undo(leg.worker, seq)
             self._legs.pop(leg.handle, None)
             self._act(branch, flight.lost(leg.worker, dead=False, now=self._clock()))
-
-    def _send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:
-        session = self._sessions.get(worker.worker_id)
-        return session is not None and session.key == worker and session.send(frame)
 
     def _count(self, reason: FinishReason, error: HeadraceError | None) -> None:
         if error is None:
@@ -312,6 +235,9 @@ class Gateway:
         else:
             self.counters.failed += 1
 
+    def _stop(self, branch: Branch) -> None:
+        self._act(branch, branch.flight.stop(self._clock()))
+
     def _deadline(self, branches: list[Branch]) -> None:
         for branch in branches:
             self._act(branch, branch.flight.deadline(self._clock()))
@@ -319,15 +245,11 @@ class Gateway:
     # ---- facts from the sessions
 
     def session_up(self, session: WorkerSession, hello: pb.WorkerHello) -> None:
-        others = (s.hello.fingerprint for s in self._sessions.values() if s is not session and s.usable and s.hello)
-        expected = next(others, hello.fingerprint)
-        session.refused = hello.fingerprint != expected
-        if session.refused:
-            log.error("worker_refused worker=%s reason=fingerprint", session.key.worker_id)
+        self.fleet.pair(session)
         self._place_queued()
 
     def session_lost(self, session: WorkerSession, dead: bool) -> None:
-        self._bookings.forget(session.key)
+        self.fleet.bookings.forget(session.key)
         now = self._clock()
         for branch in {id(b): b for b, leg in self._legs.values() if leg.worker == session.key}.values():
             self._act(branch, branch.flight.lost(session.key, dead, now))
@@ -346,7 +268,7 @@ class Gateway:
                     self._act(branch, branch.flight.token(leg, offset, token_id, now))
             return
         if kind == "load":
-            self._bookings.report(session.key, frames.load(frame.load))
+            self.fleet.report(session.key, frames.load(frame.load))
             if self._queued:
                 self._place_queued()
             return
@@ -356,7 +278,7 @@ class Gateway:
         branch, leg = known
         flight = branch.flight
         if kind == "started":
-            self._act(branch, flight.started(leg, self._fleet(), now, next(self._turns)))
+            self._act(branch, flight.started(leg, self.fleet.views(), now, next(self._turns)))
         elif kind == "prefilled":
             flight.prefilled(leg, frames.ledger(message.ledger))
         elif kind == "done":
@@ -371,62 +293,17 @@ class Gateway:
         if flight.state is FlightState.QUEUED:
             self._place(branch, now)
 
-    def _fleet(self) -> list[WorkerView]:
-        views = []
-        for session in self._sessions.values():
-            if session.usable and session.hello is not None:
-                requests, tokens = self._bookings.unreported(session.key)
-                hello = session.hello
-                views.append(
-                    WorkerView(
-                        key=session.key,
-                        role=Role(hello.role),
-                        address=session.address,
-                        capacity_tokens=hello.total_blocks * hello.block_size,
-                        load=self._bookings.load(session.key),
-                        booked_requests=requests,
-                        booked_tokens=tokens,
-                        block_size=hello.block_size,
-                    )
-                )
-        return views
-
-    # ---- membership and accounts
-
-    def set_members(self, version: int, members: list[admin_pb2.Member]) -> None:
-        """Opens and closes sessions so that they match; an older version than the last is ignored."""
-        if version < self._members_version:
-            return
-        self._members_version = version
-        wanted = {m.worker_id: m for m in members}
-        for worker_id, session in list(self._sessions.items()):
-            member = wanted.get(worker_id)
-            if member is None or (member.incarnation, member.address) != (session.key.incarnation, session.address):
-                del self._sessions[worker_id]
-                session.connected = False
-                self.session_lost(session, dead=True)
-                task = asyncio.create_task(session.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
-        for worker_id, member in wanted.items():
-            if worker_id not in self._sessions:
-                key = WorkerKey(worker_id, member.incarnation)
-                spec = self.spec
-                self._sessions[worker_id] = WorkerSession(
-                    spec.gateway_id, key, member.address, spec.cluster_token, spec.liveness_s, self
-                )
+    # ---- accounts and the end
 
     async def status(self, timeout_s: float = 2.0) -> admin_pb2.StatusResponse:
         """This gateway's counts and every worker's own account."""
-        sessions = list(self._sessions.values())
-        answers = await asyncio.gather(*(s.status(timeout_s) for s in sessions))
         counters = self.counters
         return admin_pb2.StatusResponse(
             model=self.spec.served_model_name,
             gateway=admin_pb2.GatewayStatus(
                 gateway_id=self.spec.gateway_id,
                 live_requests=len(self._live),
-                bookings=self._bookings.total,
+                bookings=self.fleet.bookings.total,
                 tasks=len(asyncio.all_tasks()),
                 accepted=counters.accepted,
                 completed=counters.completed,
@@ -435,17 +312,7 @@ class Gateway:
                 retries=counters.retries,
                 pid=os.getpid(),
             ),
-            workers=[
-                admin_pb2.WorkerView(
-                    worker_id=s.key.worker_id,
-                    incarnation=s.key.incarnation,
-                    role=s.hello.role if s.hello else "",
-                    address=s.address,
-                    connected=s.connected,
-                    status=answer,
-                )
-                for s, answer in zip(sessions, answers, strict=True)
-            ],
+            workers=await self.fleet.accounts(timeout_s),
         )
 
     async def close(self) -> None:
@@ -455,8 +322,7 @@ class Gateway:
         for branch in list(self._live.values()):
             error = HeadraceError(Code.UNAVAILABLE, "the deployment is shutting down", retry_after_s=5.0)
             self._act(branch, branch.flight.abort(error, now))
-        await asyncio.gather(*(s.close() for s in self._sessions.values()), *self._closing)
-        self._sessions.clear()
+        await self.fleet.close()
 
     async def idle(self, timeout_s: float) -> bool:
         """Waits until no request is live; False when some still is."""

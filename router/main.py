@@ -1,6 +1,6 @@
 """The gateway process: text, sessions, both doors and the admin service on one event loop.
 
-    python -m router.main < spec.json      one line of GatewaySpec in, one line of GatewayReady out, then until SIGTERM
+python -m router.main < spec.json      one line of GatewaySpec in, one line of GatewayReady out, then until SIGTERM
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The gateway's persistent gRPC session to one worker: frames out through a bounded queue, frames in to a sink, heartbeats both
-ways. When it breaks it finds out whether the process is gone, tells the sink once, and connects again until it is closed.
+"""The gateway's persistent gRPC session to one worker: frames out through a bounded queue, frames in to a sink,
+heartbeats both ways. When it breaks it finds out whether the process is gone, tells the sink once, and connects again
+until it is closed.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ class WorkerSession:
         """The worker's own account; None when it does not answer in time."""
         async with self._channel() as channel:
             try:
-                return await rpc.WorkerStub(channel).WorkerStatus(
+                answer: pb.WorkerStatusResponse = await rpc.WorkerStub(channel).WorkerStatus(
                     pb.WorkerStatusRequest(), metadata=self._metadata, timeout=timeout_s
                 )
+                return answer
             except grpc.aio.AioRpcError:
                 return None
 

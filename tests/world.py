@@ -1,5 +1,6 @@
-"""A whole deployment in one process and one event loop: real gateway, sessions, leases and transports over loopback, FakeRunner
-instead of a model. The expected output of any request is computable, so that every fault test can demand exact tokens.
+"""A whole deployment in one process and one event loop: real gateway, sessions, leases and transports over loopback,
+FakeRunner instead of a model. The expected output of any request is computable, so that every fault test can demand
+exact tokens.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class World:
             admin_pb2.Member(worker_id=r.worker_id, incarnation=r.incarnation, address=r.address, role=r.role.value)
             for r in self.ready.values()
         ]
-        self.gateway.set_members(next(self._versions), members)
+        self.gateway.fleet.set_members(next(self._versions), members)
 
     async def connected(self) -> None:
         async with asyncio.timeout(10):
-            while sum(s.connected for s in self.gateway._sessions.values()) < len(self.ready):
+            while sum(s.connected for s in self.gateway.fleet.sessions) < len(self.ready):
                 await asyncio.sleep(0.01)
 
     async def kill(self, name: str) -> None:
@@ -147,7 +148,8 @@ def expected(request: GenerationSpec) -> list[int]:
 
 @asynccontextmanager
 async def world(
-    *roles: Role, step_s: float = 0.0, num_blocks: int = 256, gateway: dict[str, object] | None = None, **options: object
+    *roles: Role, step_s: float = 0.0, num_blocks: int = 256, gateway: dict[str, object] | None = None, **options:
+    object
 ) -> AsyncIterator[World]:
     """All workers up and connected; ends with everything closed, drained or not."""
 
@@ -157,7 +159,8 @@ async def world(
     running = World(runner, **options)
     text = text_model()
     running.gateway = Gateway(
-        gateway_spec(max_model_len=1024, liveness_s=2.0, cluster_token=TOKEN, **(gateway or {})), text, ids=counting_ids()
+        gateway_spec(max_model_len=1024, liveness_s=2.0, cluster_token=TOKEN, **(gateway or {})), text,
+        ids=counting_ids()
     )
     counts: dict[Role, int] = {}
     try:

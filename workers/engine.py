@@ -1,4 +1,5 @@
-"""The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under a lock never held while running.
+"""The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under a lock never held while
+running.
 
 Whoever changes the scheduler's state from outside takes `lock` and calls `wake()`. A broken invariant ends the process
 (DESIGN law 8): a worker that may be wrong must not go on.

@@ -1,4 +1,5 @@
-"""The worker's middle: what gateways ask for goes into the scheduler, what steps mean goes out over sessions and leases.
+"""The worker's middle: what gateways ask for goes into the scheduler, what steps mean goes out over sessions and
+leases.
 
 Everything here runs on the event loop and takes the engine's lock for as long as it looks at or changes the scheduler;
 the engine thread calls only `step_began` and `step_ended`, which hand over to the loop. Implements both sides of

@@ -1,4 +1,6 @@
-"""The worker's gRPC service: sessions of gateways, leases of readers, the worker's account. Thin: the hub decides nothing else."""
+"""The worker's gRPC service: sessions of gateways, leases of readers, the worker's account. Thin: the hub decides
+nothing else.
+"""
 
 from __future__ import annotations
 

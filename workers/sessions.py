@@ -1,7 +1,7 @@
 """One gateway's session at a worker: frames out through a bounded buffer that the engine's output never waits for.
 
-When the buffer is full the gateway does not read; its session is reset, which cancels its attempts (DESIGN: engine output never
-blocks). Load reports double as heartbeats and are made when they are sent, so that they never queue up.
+When the buffer is full the gateway does not read; its session is reset, which cancels its attempts (DESIGN: engine
+output never blocks). Load reports double as heartbeats and are made when they are sent, so that they never queue up.
 """
 
 from __future__ import annotations

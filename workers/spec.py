@@ -1,4 +1,6 @@
-"""What a worker process is told at birth: resolved, frozen, JSON. Made by `cluster.config`, read by `workers.main` and `workers.actor`."""
+"""What a worker process is told at birth: resolved, frozen, JSON. Made by `cluster.config`, read by `workers.main` and
+`workers.actor`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Conservation over the whole deployment, from each process's own account. Pure: it reads accounts and returns sentences."""
+"""Conservation over the whole deployment, from each process's own account. Pure: it reads accounts and returns
+sentences.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What this gateway has sent to each worker since that worker's last load report.
 
-A load report names the last Submit/Adopt that it includes; later ones are added here, so that a burst does not pile onto
-the worker whose report is oldest. A booking is undone when delivery fails, and forgotten with the worker's process.
+A load report names the last Submit/Adopt that it includes; later ones are added here, so that a burst does not pile
+onto the worker whose report is oldest. A booking is undone when delivery fails, and forgotten with the worker's
+process.
 """
 
 from __future__ import annotations

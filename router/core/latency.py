@@ -1,8 +1,8 @@
 """The two latency ledgers of one branch (SPEC A5): where the time to the first token went, and from it to the end.
 
-Workers report durations, the gateway knows instants. What the stages of the workers do not explain is the
-way between the processes: `transport` before the first token, `detokenize_and_stream` after it. So each ledger sums to its
-interval by construction, and a negative rest would show that a worker counted time twice.
+Workers report durations, the gateway knows instants. What the stages of the workers do not explain is the way between
+the processes: `transport` before the first token, `detokenize_and_stream` after it. So each ledger sums to its interval
+by construction, and a negative rest would show that a worker counted time twice.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Timeline:
 
 
 def _after_first_token(stages: Stages, overlap: float) -> Stages:
-    """Workers begin to count when the token is sampled, the client's ledger when the gateway has it: what they count more
-    than the interval holds lies before it, in the earliest stages, and is in `transport` already.
+    """Workers begin to count when the token is sampled, the client's ledger when the gateway has it: what they count
+    more than the interval holds lies before it, in the earliest stages, and is in `transport` already.
     """
     kept = []
     for name, seconds in stages:

@@ -1,7 +1,7 @@
 """Which worker serves a request: a pure choice over load views. It books nothing and sends nothing.
 
-Scores are in tokens of work ahead of the request; the lowest wins and equal scores take turns. Blocks, not requests, bound
-a decode worker: one without room for the whole request is passed over while another has it.
+Scores are in tokens of work ahead of the request; the lowest wins and equal scores take turns. Blocks, not requests,
+bound a decode worker: one without room for the whole request is passed over while another has it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class WorkerView:
     booked_requests: int = 0
     booked_tokens: int = 0
     block_size: int = 16
+    lane: str = ""
+    """Transport that it reads and is read with; only equal ones pair."""
 
     @property
     def queued_tokens(self) -> int:
@@ -96,7 +98,12 @@ def choose_decode(
     fleet: Sequence[WorkerView], source: WorkerKey, excluded: Collection[WorkerKey], num_tokens: int, turn: int
 ) -> WorkerView | None:
     """The decode worker for a prefill that has started at `source`; never the source itself."""
-    ready = [w for w in fleet if w.key not in excluded and w.key != source and w.capacity_tokens >= num_tokens]
+    lane = next((w.lane for w in fleet if w.key == source), "")
+    ready = [
+        w
+        for w in fleet
+        if w.key not in excluded and w.key != source and w.capacity_tokens >= num_tokens and w.lane == lane
+    ]
     pool = [w for w in ready if w.role is Role.DECODE] or [w for w in ready if w.role is Role.COLOCATED]
     if not pool:
         return None

@@ -1,8 +1,8 @@
-"""The strongest test: the default model's greedy tokens are the same in every mode and on every lane, in `exact` mode, bit for
-bit; and equal to Hugging Face transformers up to the first position whose top-two margin is below 1e-3.
+"""The strongest test: the default model's greedy tokens are the same in every mode and on every lane, in `exact` mode,
+bit for bit; and equal to Hugging Face transformers up to the first position whose top-two margin is below 1e-3.
 
-24 prompts of 1 to 3000 tokens (k*block-1, k*block, k*block+1 among them) x 48 tokens, eight requests at a time, so that batch
-mates, chunk cuts and cached prefixes differ from mode to mode.
+24 prompts of 1 to 3000 tokens (k*block-1, k*block, k*block+1 among them) x 48 tokens, eight requests at a time, so that
+batch mates, chunk cuts and cached prefixes differ from mode to mode.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_cut_sessions_resume_without_gap_or_repeat() -> None:
             cuts = 0
             while not all(c.done() for c in clients) and cuts < 12:
                 await asyncio.sleep(rng.uniform(0.02, 0.15))
-                rng.choice(list(w.gateway._sessions.values())).reset()
+                rng.choice(w.gateway.fleet.sessions).reset()
                 cuts += 1
             for request, client in zip(requests, clients, strict=True):
                 assert (await client).tokens == expected(request)

@@ -18,8 +18,9 @@ from headrace.sampling import SamplingParams
 class StepPlan:
     """One iteration. Decode rows come first, then prefill rows; a decode row is a row with one token.
 
-    Row i computes tokens [start_pos[i], start_pos[i] + num_tokens[i]) of its sequence: their ids are the next num_tokens[i]
-    entries of `token_ids`; KV of earlier positions is in `block_tables[i]`, which also has room for these.
+    Row i computes tokens [start_pos[i], start_pos[i] + num_tokens[i]) of its sequence: their ids are the next
+    num_tokens[i] entries of `token_ids`; KV of earlier positions is in `block_tables[i]`, which also has room for
+    these.
     """
 
     step_id: int

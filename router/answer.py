@@ -1,0 +1,87 @@
+"""The consumer's side of one call: tokens of its branches become text, stop strings end them, the last delta sums up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from headrace.core.records import FinishReason
+from router.api import Delta, Explanation, GenerationSpec, Usage
+from router.branch_text import BranchText
+from router.core.flight import Deliver, Ended, Flight
+from router.text import TextModel
+
+FINISH_NAMES = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A flight with its consumer: events wait in the call's queue."""
+
+    flight: Flight
+    index: int
+    namespace: bytes
+    no_cache: bool
+    deadline: float
+    """Seconds on the gateway's clock."""
+    events: Events
+
+
+Events = asyncio.Queue[tuple[Branch, Deliver | Ended]]
+
+
+async def deltas(
+    text: TextModel, spec: GenerationSpec, branches: list[Branch], events: Events, stop: Callable[[Branch], None]
+) -> AsyncIterator[Delta]:
+    """The call's deltas until every branch has ended. `stop` is called when a stop string completes in a branch.
+
+    Raises the branch's HeadraceError when one fails: the call fails as a whole.
+    """
+    texts = [BranchText(text, spec.stop, spec.include_stop, branch.flight.sampling) for branch in branches]
+    num_open = len(branches)
+    while num_open:
+        branch, event = await events.get()
+        if isinstance(event, Deliver):
+            piece, stopped = texts[branch.index].push(event.token_ids)
+            if stopped:
+                stop(branch)
+            yield Delta(branch.index, piece, event.token_ids)
+            continue
+        if event.error is not None:
+            raise event.error
+        num_open -= 1
+        delta = Delta(branch.index, texts[branch.index].flush(), finish_reason=FINISH_NAMES[event.reason])
+        if not num_open:
+            delta.usage = _usage(spec, branches)
+            delta.explanation = _explanation(branches[0].flight) if spec.explain else None
+        yield delta
+
+
+def _usage(spec: GenerationSpec, branches: list[Branch]) -> Usage:
+    return Usage(
+        prompt_tokens=len(spec.prompt_ids),
+        completion_tokens=sum(len(branch.flight.output_ids) for branch in branches),
+        cached_tokens=branches[0].flight.timeline.cached_tokens,
+    )
+
+
+def _explanation(flight: Flight) -> Explanation:
+    line = flight.timeline
+    first, end = line.to_first_token(), line.to_end()
+    gap_s = line.second_token - line.first_token if line.second_token and line.first_token else 0.0
+    return Explanation(
+        mode="disaggregated" if flight.disaggregated else "colocated",
+        prefill_worker=flight.prefill_worker,
+        decode_worker=flight.decode_worker,
+        attempts=flight.attempt,
+        cached_tokens=line.cached_tokens,
+        bytes_moved=line.bytes_moved,
+        lane=line.lane,
+        ttft_ms=sum(seconds for _, seconds in first) * 1e3,
+        total_ms=((line.complete or 0.0) - line.received) * 1e3,
+        to_first_token=[(name, seconds * 1e3) for name, seconds in first],
+        to_end=[(name, seconds * 1e3) for name, seconds in end],
+        second_token_gap_ms=gap_s * 1e3,
+    )

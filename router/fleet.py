@@ -1,0 +1,115 @@
+"""The workers as one gateway sees them: a session to each member, views for placement, and each one's own account."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from headrace.core.records import Role, WorkerLoad
+from headrace.v1 import admin_pb2
+from headrace.v1 import worker_pb2 as pb
+from router.core.bookings import Bookings
+from router.core.placement import WorkerKey, WorkerView
+from router.session import SessionSink, WorkerSession
+from router.spec import GatewaySpec
+
+log = logging.getLogger("headrace.router.fleet")
+
+
+class Fleet:
+    """Sessions follow the membership that the controller pushes. The sink hears of sessions; bookings are kept here."""
+
+    def __init__(self, spec: GatewaySpec, sink: SessionSink) -> None:
+        self.bookings = Bookings()
+        self._spec = spec
+        self._sink = sink
+        self._sessions: dict[str, WorkerSession] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._version = 0
+
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        return list(self._sessions.values())
+
+    def set_members(self, version: int, members: list[admin_pb2.Member]) -> None:
+        """Opens and closes sessions so that they match; an older version than the last is ignored."""
+        if version < self._version:
+            return
+        self._version = version
+        wanted = {member.worker_id: member for member in members}
+        for worker_id, session in list(self._sessions.items()):
+            member = wanted.get(worker_id)
+            if member is None or (member.incarnation, member.address) != (session.key.incarnation, session.address):
+                del self._sessions[worker_id]
+                session.connected = False
+                self._sink.session_lost(session, dead=True)
+                task = asyncio.create_task(session.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        spec = self._spec
+        for worker_id, member in wanted.items():
+            if worker_id not in self._sessions:
+                key = WorkerKey(worker_id, member.incarnation)
+                self._sessions[worker_id] = WorkerSession(
+                    spec.gateway_id, key, member.address, spec.cluster_token, spec.liveness_s, self._sink
+                )
+
+    def pair(self, session: WorkerSession) -> None:
+        """Refuses a worker whose KV is not the others': it stays connected and unused."""
+        assert session.hello is not None
+        others = (s.hello.fingerprint for s in self.sessions if s is not session and s.usable and s.hello)
+        session.refused = session.hello.fingerprint != next(others, session.hello.fingerprint)
+        if session.refused:
+            log.error("worker_refused worker=%s reason=fingerprint", session.key.worker_id)
+
+    def send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:
+        """False when the worker's session is down, full, or another process's by now."""
+        session = self._sessions.get(worker.worker_id)
+        return session is not None and session.key == worker and session.send(frame)
+
+    def report(self, worker: WorkerKey, load: WorkerLoad) -> None:
+        self.bookings.report(worker, load)
+
+    def views(self) -> list[WorkerView]:
+        """The usable workers: last report plus later bookings."""
+        views = []
+        for session in self._sessions.values():
+            if session.usable and (hello := session.hello) is not None:
+                requests, tokens = self.bookings.unreported(session.key)
+                views.append(
+                    WorkerView(
+                        key=session.key,
+                        role=Role(hello.role),
+                        address=session.address,
+                        capacity_tokens=hello.total_blocks * hello.block_size,
+                        load=self.bookings.load(session.key),
+                        booked_requests=requests,
+                        booked_tokens=tokens,
+                        block_size=hello.block_size,
+                        lane=hello.lane,
+                    )
+                )
+        return views
+
+    def fingerprint(self) -> str:
+        return next((s.hello.fingerprint for s in self.sessions if s.usable and s.hello), "")
+
+    async def accounts(self, timeout_s: float) -> list[admin_pb2.WorkerView]:
+        """Every worker's own account; without `status` where it did not answer."""
+        sessions = self.sessions
+        answers = await asyncio.gather(*(session.status(timeout_s) for session in sessions))
+        return [
+            admin_pb2.WorkerView(
+                worker_id=session.key.worker_id,
+                incarnation=session.key.incarnation,
+                role=session.hello.role if session.hello else "",
+                address=session.address,
+                connected=session.connected,
+                status=answer,
+            )
+            for session, answer in zip(sessions, answers, strict=True)
+        ]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self.sessions), *self._closing)
+        self._sessions.clear()
