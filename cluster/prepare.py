@@ -1,6 +1,6 @@
 """Prepares the model in a process of its own, so that the launcher stays free of torch.
 
-python -m cluster.prepare PATH CACHE_DIR
+python -m cluster.prepare PATH [CACHE_DIR]
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
     from workers.model.prepare import prepare_model as prepare
 
     try:
-        print(prepare(sys.argv[1], Path(sys.argv[2])))
+        print(prepare(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else cache_root()))
     except StartupError as error:
         print(error, file=sys.stderr)
         return 1

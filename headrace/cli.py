@@ -96,7 +96,7 @@ def generate(
     as_json: Json = False,
     explain: Annotated[bool, typer.Option(help="Show who served it, what moved and where the time went.")] = False,
     max_tokens: Annotated[int | None, typer.Option()] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option()] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option()] = None,

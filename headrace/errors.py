@@ -49,7 +49,9 @@ class HeadraceError(Exception):
     The message never echoes the input, never names classes, paths or peers.
     """
 
-    def __init__(self, code: Code, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, code: Code, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

@@ -11,11 +11,13 @@ import logging
 import os
 import signal
 import sys
-from typing import Protocol
+import threading
+from typing import Any, Protocol
 
-from headrace.errors import StartupError
+from headrace.errors import InvariantError, StartupError
 
 EXIT_STARTUP = 1
+EXIT_BROKEN = 70
 
 
 class Served(Protocol):
@@ -46,12 +48,29 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(EXIT_STARTUP)
 
 
+def crash_on_broken_invariant(loop: asyncio.AbstractEventLoop) -> None:
+    """A broken invariant in a callback, a task or a thread ends the process: who may be wrong must not go on."""
+
+    def on_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if isinstance(context.get("exception"), InvariantError):
+            os._exit(EXIT_BROKEN)
+
+    def on_thread(args: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(args)
+        os._exit(EXIT_BROKEN)
+
+    loop.set_exception_handler(on_loop)
+    threading.excepthook = on_thread
+
+
 async def serve(process: Served) -> int:
     """Starts, prints the ready line, serves until SIGTERM or SIGINT; the exit status.
 
     A second signal while stopping ends the process at once.
     """
     loop = asyncio.get_running_loop()
+    crash_on_broken_invariant(loop)
     stop = asyncio.Event()
 
     def on_signal() -> None:

@@ -28,9 +28,6 @@ from router.text import TextModel
 
 log = logging.getLogger("headrace.router.main")
 
-DRAIN_S = 2.0
-"""How long running requests may go on after a stop was asked for."""
-
 
 class GatewayProcess:
     """start -> wait -> stop. Errors before readiness are StartupError with one clear line."""
@@ -88,7 +85,7 @@ class GatewayProcess:
             return
         gateway.drain()
         self._grpc.set_serving(False)
-        await gateway.idle(DRAIN_S)
+        await gateway.idle(self.spec.drain_timeout_s)
         await gateway.close()
         await self._grpc.stop(grace=1.0)
         self._http.should_exit = True

@@ -28,6 +28,8 @@ class GatewaySpec(BaseModel):
     """auto | disaggregated | colocated"""
     default_max_tokens: int | None = None
     default_deadline_s: float = 600.0
+    drain_timeout_s: float = 10.0
+    """How long running requests may go on after a stop was asked for."""
     max_body_bytes: int = 8 << 20
     max_n: int = 16
     max_stop_strings: int = 4

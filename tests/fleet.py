@@ -147,9 +147,7 @@ class Fleet:
         ]
         request = admin_pb2.SetMembersRequest(version=next(self._version), members=members)
         with grpc.insecure_channel(self.gateway_ready.grpc_address) as channel:
-            admin_pb2_grpc.AdminStub(channel).SetMembers(
-                request, metadata=(("x-headrace-cluster", TOKEN),), timeout=10
-            )
+            admin_pb2_grpc.AdminStub(channel).SetMembers(request, metadata=(("x-headrace-cluster", TOKEN),), timeout=10)
 
     def wait_connected(self, count: int, timeout_s: float = 20.0) -> None:
         end = time.monotonic() + timeout_s

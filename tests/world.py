@@ -148,8 +148,11 @@ def expected(request: GenerationSpec) -> list[int]:
 
 @asynccontextmanager
 async def world(
-    *roles: Role, step_s: float = 0.0, num_blocks: int = 256, gateway: dict[str, object] | None = None, **options:
-    object
+    *roles: Role,
+    step_s: float = 0.0,
+    num_blocks: int = 256,
+    gateway: dict[str, object] | None = None,
+    **options: object,
 ) -> AsyncIterator[World]:
     """All workers up and connected; ends with everything closed, drained or not."""
 
@@ -159,8 +162,9 @@ async def world(
     running = World(runner, **options)
     text = text_model()
     running.gateway = Gateway(
-        gateway_spec(max_model_len=1024, liveness_s=2.0, cluster_token=TOKEN, **(gateway or {})), text,
-        ids=counting_ids()
+        gateway_spec(max_model_len=1024, liveness_s=2.0, cluster_token=TOKEN, **(gateway or {})),
+        text,
+        ids=counting_ids(),
     )
     counts: dict[Role, int] = {}
     try:

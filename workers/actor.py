@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import ray
+
+from headrace.process import crash_on_broken_invariant
 from workers.main import Worker
 from workers.spec import WorkerSpec
 
@@ -13,7 +18,11 @@ class WorkerActor:
         self._worker: Worker | None = None
 
     async def start(self, spec_json: str) -> str:
-        self._worker = Worker(WorkerSpec.model_validate_json(spec_json))
+        spec = WorkerSpec.model_validate_json(spec_json)
+        if spec.host == "auto":
+            spec = spec.model_copy(update={"host": ray.util.get_node_ip_address()})
+        crash_on_broken_invariant(asyncio.get_running_loop())
+        self._worker = Worker(spec)
         return (await self._worker.start()).model_dump_json()
 
     async def wait(self) -> str:

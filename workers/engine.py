@@ -15,13 +15,13 @@ from typing import Protocol
 
 from headrace.clock import Clock, monotonic
 from headrace.ids import RequestKey
+from headrace.process import EXIT_BROKEN
 from workers.core.plan import StepEvents
 from workers.core.scheduler import Scheduler
 from workers.runner.base import Runner
 
 log = logging.getLogger("headrace.workers.engine")
 
-EXIT_BROKEN = 70
 WATCHDOG_FLOOR_S = 60.0
 WATCHDOG_STEPS = 50
 """A step may last this many times the longest one so far before the engine counts as hung."""

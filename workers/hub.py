@@ -13,17 +13,14 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
 from headrace.core.records import FinishReason
 from headrace.errors import Code, Rejected
-from headrace.ids import RequestId, RequestKey
-from headrace.sampling import SamplingParams
+from headrace.ids import RequestKey
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.identity import request_root
 from kvtransfer.service import (
-    Adoption,
     End,
     HandOffRecord,
     HandoffStats,
@@ -36,34 +33,10 @@ from workers.core.plan import StepEvents
 from workers.core.request import Request, State
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine
+from workers.intake import REFUSAL_CODES, REFUSAL_TEXTS, Entry, request_from
 from workers.sessions import GatewaySession, ledger_message
 
 log = logging.getLogger("headrace.workers.hub")
-
-REFUSAL_CODES = {"queue_full": Code.RESOURCE_EXHAUSTED, "complete": Code.FAILED_PRECONDITION}
-REFUSAL_TEXTS = {
-    "queue_full": "the worker's queue is full",
-    "too_large": "prompt + max_tokens exceed the worker's KV pool",
-    "too_long": "prompt + max_tokens exceed max_model_len",
-    "empty_prompt": "prompt: must not be empty",
-    "complete": "nothing is left to generate",
-}
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A request here with its gateway session; outlives the scheduler's record by the time its last frames take."""
-
-    request: Request
-    session: GatewaySession
-    handle: int
-    first_offset: int
-    deadline: float
-    adoption: Adoption | None = None
-    """Set while the request's KV is on its way here."""
-    leased: bool = False
-    """A reader has a lease on the request's blocks."""
-    revoking: bool = False
 
 
 class Hub:
@@ -112,7 +85,10 @@ class Hub:
 
     def submit(self, session: GatewaySession, message: pb.Submit) -> None:
         session.submit_seq = message.submit_seq
-        entry = self._entry(session, message.handle, message.body, hand_off=message.hand_off)
+        body = message.body
+        request = request_from(body, self._new_key(), self._root(body), hand_off=message.hand_off)
+        request.deadline = self._clock() + body.time_left_s
+        entry = Entry(request, session, message.handle, len(body.output_ids), request.deadline)
         with self.engine.lock:
             rejected = self._scheduler.submit(entry.request, self._clock())
             self.engine.wake()
@@ -120,13 +96,14 @@ class Hub:
 
     def adopt(self, session: GatewaySession, message: pb.Adopt) -> None:
         session.submit_seq = message.submit_seq
-        entry = self._entry(session, message.handle, message.body, adopted=True)
+        body = message.body
+        request = request_from(body, self._new_key(), self._root(body), adopted=True)
+        entry = Entry(request, session, message.handle, len(body.output_ids), self._clock() + body.time_left_s)
         with self.engine.lock:
-            rejected = self._scheduler.adopt(entry.request, self._clock())
+            rejected = self._scheduler.adopt(request, self._clock())
         self._admitted(entry, rejected)
         if rejected is None:
             sink = _AdoptedRequest(self, entry)
-            request = entry.request
             entry.adoption = self.reader.adopt(request.request_id, request.attempt, message.source, sink)
             self._reserve()
 
@@ -136,43 +113,11 @@ class Hub:
         if entry is not None:
             self._cancel(entry, FinishReason.STOP if reason == "stop" else FinishReason.CANCELLED)
 
-    def _entry(
-        self,
-        session: GatewaySession,
-        handle: int,
-        body: pb.RequestBody,
-        *,
-        hand_off: bool = False,
-        adopted: bool = False,
-    ) -> Entry:
-        s = body.sampling
-        request = Request(
-            key=RequestKey(next(self._keys)),
-            request_id=RequestId(body.request_id),
-            attempt=body.attempt,
-            prompt_ids=list(body.prompt_ids),
-            output_ids=list(body.output_ids),
-            sampling=SamplingParams(
-                max_tokens=s.max_tokens,
-                min_tokens=s.min_tokens,
-                temperature=s.temperature,
-                top_k=s.top_k,
-                top_p=s.top_p,
-                seed=s.seed,
-                branch=s.branch,
-                ignore_eos=s.ignore_eos,
-                stop_token_ids=tuple(s.stop_token_ids),
-            ),
-            root=request_root(self._identity, body.namespace),
-            no_cache=body.no_cache,
-            hand_off=hand_off,
-            adopted=adopted,
-            session=id(session),
-        )
-        deadline = self._clock() + body.time_left_s
-        if not adopted:
-            request.deadline = deadline
-        return Entry(request, session, handle, len(body.output_ids), deadline)
+    def _new_key(self) -> RequestKey:
+        return RequestKey(next(self._keys))
+
+    def _root(self, body: pb.RequestBody) -> bytes:
+        return request_root(self._identity, body.namespace)
 
     def _admitted(self, entry: Entry, rejected: Rejected | None) -> None:
         if rejected is None:

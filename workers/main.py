@@ -15,7 +15,7 @@ from collections.abc import Callable
 import grpc
 
 from headrace.errors import InvariantError
-from headrace.process import die_with_parent, log_to_stderr, serve
+from headrace.process import EXIT_BROKEN, die_with_parent, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
 from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
@@ -24,7 +24,7 @@ from kvtransfer.transports.select import Lane, make_transport
 from workers.core.blocks import BlockPool
 from workers.core.prefix_cache import PrefixCache
 from workers.core.scheduler import Scheduler, SchedulerSettings
-from workers.engine import EXIT_BROKEN, Engine
+from workers.engine import Engine
 from workers.hub import Hub
 from workers.runner.base import Runner
 from workers.server import SERVER_OPTIONS, WorkerService

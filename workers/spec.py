@@ -33,13 +33,12 @@ class WorkerSpec(BaseModel):
     transport: str = "auto"
     """auto | ucx | tcp"""
     read_timeout_s: float = 30.0
-    """A read that takes longer is given up (its blocks stay quarantined until it is terminal)."""
+    """A read that moves nothing for this long is given up (its blocks stay quarantined until it is terminal)."""
     quarantine_cap_bytes: int = 256 << 20
     liveness_s: float = 8.0
     """Silence after which a session or a lease counts as broken."""
     host: str = "127.0.0.1"
     cluster_token: str
-    cache_namespace_secret: str = ""
     controller_pid: int = 0
     """Process backend: exit when this process is gone (0: do not watch)."""
 

@@ -89,7 +89,6 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
                     liveness_s=config.cluster.liveness_s,
                     host=config.kv_transfer.host or ("auto" if in_cluster else "127.0.0.1"),
                     cluster_token=token,
-                    cache_namespace_secret=namespace_secret,
                 )
             )
     limits = config.gateway.limits
@@ -107,6 +106,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
         api_keys=tuple(key.get_secret_value() for key in config.gateway.api_keys),
         mode=config.gateway.mode,
         liveness_s=config.cluster.liveness_s,
+        drain_timeout_s=config.cluster.drain_timeout_s,
         cluster_token=token,
         cache_namespace_secret=namespace_secret,
         **limits.model_dump(),

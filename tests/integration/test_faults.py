@@ -86,7 +86,7 @@ def mixed(count: int, seed: int) -> list[tuple[list[int], int]]:
 def test_sixty_four_mixed_streams_end_without_an_error_and_leave_nothing(pair: Fleet) -> None:
     requests = mixed(64, 1)
     answers = Load(pair, requests).join()
-    for (ids, max_tokens), answer in zip(requests, answers, strict=True):
+    for (_, max_tokens), answer in zip(requests, answers, strict=True):
         assert isinstance(answer, list) and len(answer) == max_tokens, answer
     pair.assert_drained()
     repeat = ask(pair, *requests[5])

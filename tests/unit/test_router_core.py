@@ -218,8 +218,9 @@ def test_random_facts_never_repeat_a_token_nor_leave_a_live_leg() -> None:
                 case 5:
                     take(f.failed(leg, HeadraceError(Code.ABORTED, "x"), "lease_broken", now))
                 case 6:
-                    take(f.done(leg, rng.choice([FinishReason.HANDED_OFF, FinishReason.CANCELLED]), WorkerLedger(),
-                    now))
+                    take(
+                        f.done(leg, rng.choice([FinishReason.HANDED_OFF, FinishReason.CANCELLED]), WorkerLedger(), now)
+                    )
                 case 7 if rng.random() < 0.1:
                     take(f.stop(now))
             running = [leg for leg in f.legs if leg.live]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.model_fixtures import plan_of
 from headrace.paths import cache_root
+from tests.model_fixtures import plan_of
 from workers.model.prepare import DEFAULT_MODEL, prepare_model
 from workers.runner.torch_runner import TorchRunner
 

@@ -1,0 +1,67 @@
+"""What a gateway sends becomes a request here: the entry that the hub keeps, and the words of a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.errors import Code
+from headrace.ids import RequestId, RequestKey
+from headrace.sampling import SamplingParams
+from headrace.v1 import worker_pb2 as pb
+from kvtransfer.service import Adoption
+from workers.core.request import Request
+from workers.sessions import GatewaySession
+
+REFUSAL_CODES = {"queue_full": Code.RESOURCE_EXHAUSTED, "complete": Code.FAILED_PRECONDITION}
+REFUSAL_TEXTS = {
+    "queue_full": "the worker's queue is full",
+    "too_large": "prompt + max_tokens exceed the worker's KV pool",
+    "too_long": "prompt + max_tokens exceed max_model_len",
+    "empty_prompt": "prompt: must not be empty",
+    "complete": "nothing is left to generate",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request here with its gateway session; outlives the scheduler's record by the time its last frames take."""
+
+    request: Request
+    session: GatewaySession
+    handle: int
+    first_offset: int
+    deadline: float
+    adoption: Adoption | None = None
+    """Set while the request's KV is on its way here."""
+    leased: bool = False
+    """A reader has a lease on the request's blocks."""
+    revoking: bool = False
+
+
+def request_from(
+    body: pb.RequestBody, key: RequestKey, root: bytes, *, hand_off: bool = False, adopted: bool = False
+) -> Request:
+    """`root`: h_0 of the request's block chain."""
+    s = body.sampling
+    return Request(
+        key=key,
+        request_id=RequestId(body.request_id),
+        attempt=body.attempt,
+        prompt_ids=list(body.prompt_ids),
+        output_ids=list(body.output_ids),
+        sampling=SamplingParams(
+            max_tokens=s.max_tokens,
+            min_tokens=s.min_tokens,
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            seed=s.seed,
+            branch=s.branch,
+            ignore_eos=s.ignore_eos,
+            stop_token_ids=tuple(s.stop_token_ids),
+        ),
+        root=root,
+        no_cache=body.no_cache,
+        hand_off=hand_off,
+        adopted=adopted,
+    )
