@@ -1,4 +1,5 @@
-"""The consumer's side of one call: tokens of its branches become text, stop strings end them, the last delta sums up."""
+"""The consumer's side of one call: tokens of its branches become text, stop strings end them, the last delta sums up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One branch's way from tokens to text: incremental detokenization, then stop strings, which count beyond min_tokens."""
+"""One branch's way from tokens to text: incremental detokenization, then stop strings, which count beyond min_tokens.
+"""
 
 from __future__ import annotations
 

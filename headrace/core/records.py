@@ -1,4 +1,5 @@
-"""Records that both siblings (router, workers) read: load, outcome and the two latency ledgers. No logic beyond sums."""
+"""Records that both siblings (router, workers) read: load, outcome and the two latency ledgers. No logic beyond sums.
+"""
 
 from __future__ import annotations
 
