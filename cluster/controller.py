@@ -44,9 +44,9 @@ CONNECT_TIMEOUT_S = 15.0
 FAST_PROBE_INTERVAL_S = 0.2
 """While something is missing: an answer, a process, a session."""
 WORKER_GRACE_S = 3.0
+"""A worker has nothing to finish once the gateways are gone: this is for closing its sockets and memory in order."""
 GATEWAY_CLOSE_S = 5.0
 """Beyond its drain time a gateway needs this long to tell clients and close its doors."""
-"""A worker has nothing to finish once the gateways are gone: this is for closing its sockets and memory in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,13 @@ class Controller:
                 observe(self._desired, self._observed)
                 now = self._clock()
                 actions = reconcile(self._desired, self._observed, now, self._policy, lambda: self._new_id("inc"))
-                book(self._observed, actions, now)
+                book(self._observed, actions, now, self._policy)
                 for action in actions:
                     self._carry_out(group, action)
                 self._tell()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), TICK_S)
+                    async with asyncio.timeout(TICK_S):
+                        await self._wake.wait()
 
     def _carry_out(self, group: asyncio.TaskGroup, action: Action) -> None:
         match action:

@@ -18,7 +18,7 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 
 def check_path(path: str) -> None:
     """Refuses, at once, a path that is not there. A bare name may be the default model's."""
-    if ("/" in path or path.endswith((".gguf", ".safetensors"))) and not Path(path).exists():
+    if ("/" in path or path.endswith((".gguf", ".safetensors"))) and not Path(path).expanduser().exists():
         raise StartupError(f"{path}: no such model folder or GGUF file")
 
 

@@ -121,23 +121,32 @@ class RayBackend:
         cls = getattr(await asyncio.to_thread(__import__, module, fromlist=[class_name]), class_name)
         handle = Handle(slot, incarnation, kind)
         env = {**process_env(spec), "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), *_extra_path()])}
-        actor = (
-            ray.remote(cls)
-            .options(
-                name=handle.name,
-                namespace=self._namespace,
-                num_cpus=0,
-                max_restarts=0,
-                max_task_retries=0,
-                runtime_env={"env_vars": env},
+        try:
+            actor = (
+                ray.remote(cls)
+                .options(
+                    name=handle.name,
+                    namespace=self._namespace,
+                    num_cpus=0,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    runtime_env={"env_vars": env},
+                    # The gateway's ports are the launcher's to check and the user's to reach.
+                    scheduling_strategy=self._own_node() if kind is Kind.GATEWAY else "DEFAULT",
+                )
+                .remote()
             )
-            .remote()
-        )
-        impl = _Actor(actor, _future(actor.start.remote(spec.model_dump_json())))
+            started = _future(actor.start.remote(spec.model_dump_json()))
+        except (RayError, ValueError) as error:
+            raise StartupError(f"{slot}: Ray cannot start its actor: {_first_line(error)}") from None
+        impl = _Actor(actor, started)
         handle.impl = impl
         self._handles[handle.name] = handle
         impl.death = asyncio.create_task(self._watch(handle, impl))
         return handle
+
+    def _own_node(self) -> NodeAffinitySchedulingStrategy:
+        return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
     async def _watch(self, handle: Handle, impl: _Actor) -> str:
         """Waits for the end of the process, not for Ray's opinion."""
@@ -177,7 +186,11 @@ class RayBackend:
         impl: _Actor = handle.impl
         if impl.death is not None and impl.death.done():
             return
-        await self._send_kill(handle, impl)
+        try:
+            await self._send_kill(handle, impl)
+        except RayError as error:
+            # The reconcile loop sees that the process lives on, and asks again.
+            log.warning("kill_failed slot=%s error=%s", handle.slot, _first_line(error))
 
     async def _send_kill(self, handle: Handle, impl: _Actor) -> None:
         if handle.pid:

@@ -28,7 +28,7 @@ _RETRY_KEY = "retry-after-ms"
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A stopped server is noticed although the connection stays open. The server tolerates a ping each 5 s.
+    # A stopped server is noticed although the connection stays open. The server tolerates a ping a second.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),

@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from headrace.errors import InvariantError, StartupError
+
+log = logging.getLogger("headrace.process")
 
 EXIT_STARTUP = 1
 EXIT_BROKEN = 70
@@ -48,13 +50,26 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(EXIT_STARTUP)
 
 
+def end_process(error: BaseException) -> NoReturn:
+    """Logs and ends the process at once, without clean-up that could act on broken state."""
+    log.critical("process_broken error=%s", type(error).__name__, exc_info=error)
+    os._exit(EXIT_BROKEN)
+
+
+def end_process_if_failed(task: asyncio.Task[Any]) -> None:
+    """Done-callback of a task that must run for as long as the process does."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        end_process(error)
+
+
 def crash_on_broken_invariant(loop: asyncio.AbstractEventLoop) -> None:
     """A broken invariant in a callback, a task or a thread ends the process: who may be wrong must not go on."""
 
     def on_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, InvariantError):
+            end_process(error)
         loop.default_exception_handler(context)
-        if isinstance(context.get("exception"), InvariantError):
-            os._exit(EXIT_BROKEN)
 
     def on_thread(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)

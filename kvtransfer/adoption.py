@@ -165,8 +165,8 @@ class Adoption:
     async def _connect(self, source: HolderLink, opened: pb.LeaseOpened) -> None:
         name = peer_name(self._address.worker_id, self._address.incarnation)
         try:
-            connecting = self._reader.transport.connect(name, opened.transport)
-            source.peer = self._peer = await asyncio.wait_for(connecting, self._reader.liveness_s)
+            async with asyncio.timeout(self._reader.liveness_s):
+                source.peer = self._peer = await self._reader.transport.connect(name, opened.transport)
         except (TransferError, TimeoutError) as error:
             self._do(self._handoff.unreachable(str(error) or "timeout"))
         else:

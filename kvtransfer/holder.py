@@ -44,7 +44,7 @@ class LeaseSource(Protocol):
     """The worker, as its leases see it. Called on the event loop's thread; takes the worker's lock itself."""
 
     def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
-        """Looks a request up, changing nothing: the answer is dropped when the request has a reader already."""
+        """Pins a request's blocks for a reader; Rejected when it has one already. `lease_ended` follows a grant."""
 
     def lease_ended(self, key: RequestKey, completed: bool) -> None:
         """The pin is gone. `completed`: the reader owns the request now. Once for each lease that was opened."""
@@ -139,11 +139,13 @@ class LeaseHolder:
         finally:
             self._do(served, lease.broken())
             self._table.remove(lease)
-            del self._served[lease.key]
+            if self._served.get(lease.key) is served:
+                del self._served[lease.key]
 
     async def _first_message(self, context: grpc.aio.ServicerContext[Any, Any]) -> pb.LeaseOpen | None:
         try:
-            message = await asyncio.wait_for(context.read(), self._liveness_s)
+            async with asyncio.timeout(self._liveness_s):
+                message = await context.read()
         except (TimeoutError, *GONE):
             return None
         return message.open if message is not grpc.aio.EOF and message.HasField("open") else None

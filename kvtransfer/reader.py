@@ -83,14 +83,14 @@ class LeaseReader:
     async def enter(self, address: pb.PeerAddress) -> HolderLink:
         """The holder's process; an earlier one under the same worker's name is forgotten."""
         known = self._sources.get(address.worker_id)
-        if known is None or known.address != address:
-            channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
-            fresh = self._sources[address.worker_id] = HolderLink(address, channel)
-            if known is not None:
-                await self._retire(known)
-            known = fresh
-        known.users += 1
-        return known
+        if known is not None and known.address == address:
+            known.users += 1
+            return known
+        channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
+        fresh = self._sources[address.worker_id] = HolderLink(address, channel, users=1)
+        if known is not None:
+            await self._retire(known)
+        return fresh
 
     async def leave(self, source: HolderLink) -> None:
         source.users -= 1

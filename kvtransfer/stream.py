@@ -69,7 +69,8 @@ async def pump(
     async def send() -> None:
         while True:
             try:
-                message = await asyncio.wait_for(outbox.get(), liveness_s / 4)
+                async with asyncio.timeout(liveness_s / 4):
+                    message = await outbox.get()
             except TimeoutError:
                 message = heartbeat
             if message is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from headrace.process import crash_on_broken_invariant
 from router.main import GatewayProcess
 from router.spec import GatewaySpec
 
@@ -13,6 +16,7 @@ class GatewayActor:
         self._gateway: GatewayProcess | None = None
 
     async def start(self, spec_json: str) -> str:
+        crash_on_broken_invariant(asyncio.get_running_loop())
         self._gateway = GatewayProcess(GatewaySpec.model_validate_json(spec_json))
         return (await self._gateway.start()).model_dump_json()
 

@@ -39,12 +39,12 @@ class AdminService(rpc.AdminServicer):
         await self._check(context)
         await self._gateway.idle(request.settle_s or 2.0)
         end = asyncio.get_running_loop().time() + (request.settle_s or 2.0)
-        status = await self._gateway.status()
-        found = _findings(status)
+        status = await self._gateway.status(audit=True)
+        found = self._findings(status)
         while found:
             await asyncio.sleep(SAMPLE_GAP_S)
-            status = await self._gateway.status()
-            again = set(_findings(status))
+            status = await self._gateway.status(audit=True)
+            again = set(self._findings(status))
             found = [line for line in found if line in again] if again else []
             if asyncio.get_running_loop().time() >= end:
                 break
@@ -59,17 +59,16 @@ class AdminService(rpc.AdminServicer):
             quarantined_blocks=sum(w.quarantined_blocks for w in workers),
         )
 
+    def _findings(self, status: pb.StatusResponse) -> list[str]:
+        gateway = GatewayAccount(self._gateway.live_ids(), status.gateway.bookings)
+        return findings(gateway, [_account(worker) for worker in status.workers])
+
     def _is_cluster(self, context: grpc.aio.ServicerContext) -> bool:
         return cluster_token_ok(context.invocation_metadata(), self._gateway.spec.cluster_token)
 
     async def _check(self, context: grpc.aio.ServicerContext) -> None:
         if not self._is_cluster(context):
             await self._authenticator.require_grpc(context)
-
-
-def _findings(status: pb.StatusResponse) -> list[str]:
-    gateway = GatewayAccount(status.gateway.live_requests, status.gateway.bookings)
-    return findings(gateway, [_account(w) for w in status.workers])
 
 
 def _account(view: pb.WorkerView) -> WorkerAccount:

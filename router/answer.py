@@ -1,5 +1,4 @@
-"""The consumer's side of one call: tokens of its branches become text, stop strings end them, the last delta sums up.
-"""
+"""The consumer's side of a call: its branches' tokens become text, stop strings end them, the last delta sums up."""
 
 from __future__ import annotations
 
@@ -39,11 +38,15 @@ async def deltas(
 
     Raises the branch's HeadraceError when one fails: the call fails as a whole.
     """
+    consumed = [0] * len(branches)
     texts = [BranchText(text, spec.stop, spec.include_stop, branch.flight.sampling) for branch in branches]
     num_open = len(branches)
     while num_open:
         branch, event = await events.get()
         if isinstance(event, Deliver):
+            if texts[branch.index].stopped:
+                continue  # what came while the stop string was on its way is nobody's
+            consumed[branch.index] += len(event.token_ids)
             piece, stopped = texts[branch.index].push(event.token_ids)
             if stopped:
                 stop(branch)
@@ -54,17 +57,10 @@ async def deltas(
         num_open -= 1
         delta = Delta(branch.index, texts[branch.index].flush(), finish_reason=FINISH_NAMES[event.reason])
         if not num_open:
-            delta.usage = _usage(spec, branches)
+            cached_tokens = branches[0].flight.timeline.cached_tokens
+            delta.usage = Usage(len(spec.prompt_ids), sum(consumed), cached_tokens)
             delta.explanation = _explanation(branches[0].flight) if spec.explain else None
         yield delta
-
-
-def _usage(spec: GenerationSpec, branches: list[Branch]) -> Usage:
-    return Usage(
-        prompt_tokens=len(spec.prompt_ids),
-        completion_tokens=sum(len(branch.flight.output_ids) for branch in branches),
-        cached_tokens=branches[0].flight.timeline.cached_tokens,
-    )
 
 
 def _explanation(flight: Flight) -> Explanation:

@@ -1,5 +1,4 @@
-"""One branch's way from tokens to text: incremental detokenization, then stop strings, which count beyond min_tokens.
-"""
+"""One branch's way from tokens to text: detokenizer, then stop strings, which count beyond min_tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class BranchText:
         self._matcher = StopMatcher(tuple(stop), include_stop)
         self._params = params
         self._count = 0
-        self._stopped = False
+        self.stopped = False
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         released = ""
@@ -26,15 +25,15 @@ class BranchText:
             armed = self._count > self._params.min_tokens
             if armed and token_id in self._params.stop_token_ids:
                 continue
-            text, self._stopped = self._matcher.push(self._detokenizer.push([token_id]), armed=armed)
+            text, self.stopped = self._matcher.push(self._detokenizer.push([token_id]), armed=armed)
             released += text
-            if self._stopped:
+            if self.stopped:
                 break
-        return released, self._stopped
+        return released, self.stopped
 
     def flush(self) -> str:
         """What was held back, once the branch has ended without a stop string."""
-        if self._stopped:
+        if self.stopped:
             return ""
         text, stopped = self._matcher.push(self._detokenizer.flush())
         return text if stopped else text + self._matcher.flush()

@@ -54,13 +54,17 @@ class Fleet:
                     spec.gateway_id, key, member.address, spec.cluster_token, spec.liveness_s, self._sink
                 )
 
-    def pair(self, session: WorkerSession) -> None:
-        """Refuses a worker whose KV is not the others': it stays connected and unused."""
-        assert session.hello is not None
-        others = (s.hello.fingerprint for s in self.sessions if s is not session and s.usable and s.hello)
-        session.refused = session.hello.fingerprint != next(others, session.hello.fingerprint)
-        if session.refused:
-            log.error("worker_refused worker=%s reason=fingerprint", session.key.worker_id)
+    def pair(self) -> None:
+        """Judges anew who may exchange KV: workers unlike the first connected one stay connected and unused."""
+        first: str | None = None
+        for session in self.sessions:
+            if not session.connected or session.hello is None:
+                continue
+            first = first or session.hello.fingerprint
+            refused = session.hello.fingerprint != first
+            if refused and not session.refused:
+                log.error("worker_refused worker=%s reason=fingerprint", session.key.worker_id)
+            session.refused = refused
 
     def send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:
         """False when the worker's session is down, full, or another process's by now."""
@@ -94,10 +98,10 @@ class Fleet:
     def fingerprint(self) -> str:
         return next((s.hello.fingerprint for s in self.sessions if s.usable and s.hello), "")
 
-    async def accounts(self, timeout_s: float) -> list[admin_pb2.WorkerView]:
+    async def accounts(self, timeout_s: float, audit: bool) -> list[admin_pb2.WorkerView]:
         """Every worker's own account; without `status` where it did not answer."""
         sessions = self.sessions
-        answers = await asyncio.gather(*(session.status(timeout_s) for session in sessions))
+        answers = await asyncio.gather(*(session.status(timeout_s, audit) for session in sessions))
         return [
             admin_pb2.WorkerView(
                 worker_id=session.key.worker_id,

@@ -114,6 +114,9 @@ class Gateway:
     def fingerprint(self) -> str:
         return self.fleet.fingerprint()
 
+    def live_ids(self) -> frozenset[str]:
+        return frozenset(self._live)
+
     def drain(self) -> None:
         """No new requests; the running ones go on."""
         self._draining = True
@@ -245,11 +248,14 @@ class Gateway:
     # ---- facts from the sessions
 
     def session_up(self, session: WorkerSession, hello: pb.WorkerHello) -> None:
-        self.fleet.pair(session)
+        self.fleet.pair()
+        for branch in self._live.values():
+            branch.flight.recovered(session.key)
         self._place_queued()
 
     def session_lost(self, session: WorkerSession, dead: bool) -> None:
         self.fleet.bookings.forget(session.key)
+        self.fleet.pair()
         now = self._clock()
         for branch in {id(b): b for b, leg in self._legs.values() if leg.worker == session.key}.values():
             self._act(branch, branch.flight.lost(session.key, dead, now))
@@ -271,6 +277,8 @@ class Gateway:
             self.fleet.report(session.key, frames.load(frame.load))
             if self._queued:
                 self._place_queued()
+            return
+        if kind not in ("started", "prefilled", "done", "failed"):
             return
         message = getattr(frame, kind)
         if (known := self._legs.get(message.handle)) is None:
@@ -295,8 +303,8 @@ class Gateway:
 
     # ---- accounts and the end
 
-    async def status(self, timeout_s: float = 2.0) -> admin_pb2.StatusResponse:
-        """This gateway's counts and every worker's own account."""
+    async def status(self, timeout_s: float = 2.0, audit: bool = False) -> admin_pb2.StatusResponse:
+        """This gateway's counts and every worker's own account; with `audit` who holds which blocks."""
         counters = self.counters
         return admin_pb2.StatusResponse(
             model=self.spec.served_model_name,
@@ -312,7 +320,7 @@ class Gateway:
                 retries=counters.retries,
                 pid=os.getpid(),
             ),
-            workers=await self.fleet.accounts(timeout_s),
+            workers=await self.fleet.accounts(timeout_s, audit),
         )
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.errors import Code, HeadraceError, InvariantError, invalid
+from headrace.process import end_process
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc
 from router.api import Delta, Explanation, GatewayService, GenerationSpec
@@ -133,6 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
         async with _Call(self._door, context, "Cancel") as call:
+            _check_unknown(request)
             name = label("request_id", request.request_id)
             if not name:
                 raise invalid("request_id", "must have at least 1 character")
@@ -140,6 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         async with _Call(self._door, context, "Tokenize"):
+            _check_unknown(request)
             self._door.check_model(request.model)
             kind = request.WhichOneof("input")
             if kind == "chat":
@@ -153,6 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfoResponse:
         async with _Call(self._door, context, "ModelInfo"):
+            _check_unknown(request)
             door = self._door
             door.check_model(request.model)
             return pb.ModelInfoResponse(
@@ -172,7 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """The checked call, and the id that its messages carry: the client's label or a random name."""
         door = self._door
         received_at = door.clock()
-        _check_unknown(request, request.sampling)
+        _check_unknown(request)
         door.check_model(request.model)
         name = label("request_id", request.request_id)
         options = self._options(request)
@@ -236,7 +240,9 @@ class _Call:
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, HeadraceError):
             await self._refuse(error)
-        elif isinstance(error, Exception) and not isinstance(error, (InvariantError, grpc.aio.AbortError)):
+        elif isinstance(error, InvariantError):
+            end_process(error)
+        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
             log.error("a call of %s failed", self._method, exc_info=error)
             await self._context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
@@ -256,11 +262,14 @@ class _Call:
         await self._context.abort(grpc.StatusCode[error.code.name], error.message, tuple(trailers))
 
 
-def _check_unknown(*messages: Message) -> None:
-    """An option of a newer protocol must not be ignored: it would change the answer."""
-    for message in messages:
-        for unknown in UnknownFieldSet(message):
-            raise invalid(message.DESCRIPTOR.name, f"field number {unknown.field_number} is unknown to this server")
+def _check_unknown(message: Message) -> None:
+    """An option of a newer protocol must not be ignored, at any depth: it would change the answer."""
+    for unknown in UnknownFieldSet(message):
+        raise invalid(message.DESCRIPTOR.name, f"field number {unknown.field_number} is unknown to this server")
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in [value] if isinstance(value, Message) else value:
+                _check_unknown(part)
 
 
 class _Answer:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.errors import Code, HeadraceError, InvariantError
+from headrace.process import end_process
 from router.api import Delta, GatewayService, GenerationSpec
 from router.auth import Authenticator
 from router.door import Door, merged
@@ -299,8 +300,8 @@ class _EventStream(Response):
             last = self._writer.end()
         except HeadraceError as error:
             last = sse(error_body(error))
-        except InvariantError:
-            raise
+        except InvariantError as error:
+            end_process(error)
         except Exception:
             log.exception("a stream failed")
             last = sse(error_body(_INTERNAL))

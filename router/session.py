@@ -13,6 +13,8 @@ from typing import Protocol
 
 import grpc
 
+from headrace.core.records import Role
+from headrace.process import end_process_if_failed
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
 from router.core.placement import WorkerKey
@@ -21,6 +23,10 @@ log = logging.getLogger("headrace.router.session")
 
 OUTBOUND_FRAMES = 4096
 """More unsent frames than this mean a worker that does not read: the session is reset."""
+ROLES = frozenset(role.value for role in Role)
+SILENT_PROBE_S = 1.0
+BROKEN_PROBE_S = 5.0
+"""A closed port answers at once; a busy process may need a while. After silence it has been waited for already."""
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -59,6 +65,7 @@ class WorkerSession:
         self._outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue(OUTBOUND_FRAMES)
         self._reset = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"session {key.worker_id}")
+        self._task.add_done_callback(end_process_if_failed)
 
     @property
     def usable(self) -> bool:
@@ -85,12 +92,12 @@ class WorkerSession:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    async def status(self, timeout_s: float) -> pb.WorkerStatusResponse | None:
-        """The worker's own account; None when it does not answer in time."""
+    async def status(self, timeout_s: float, audit: bool = False) -> pb.WorkerStatusResponse | None:
+        """The worker's own account; None when it does not answer in time. See WorkerStatusRequest for `audit`."""
         async with self._channel() as channel:
             try:
                 answer: pb.WorkerStatusResponse = await rpc.WorkerStub(channel).WorkerStatus(
-                    pb.WorkerStatusRequest(), metadata=self._metadata, timeout=timeout_s
+                    pb.WorkerStatusRequest(audit=audit), metadata=self._metadata, timeout=timeout_s
                 )
                 return answer
             except grpc.aio.AioRpcError:
@@ -102,36 +109,36 @@ class WorkerSession:
     async def _run(self) -> None:
         delay_s = 0.05
         while True:
-            was_up = False
+            was_up = silent = False
             try:
                 was_up = await self._serve()
             except grpc.aio.AioRpcError as error:
                 log.info("session_error worker=%s code=%s", self.key.worker_id, error.code().name)
             except TimeoutError:
+                silent = True
                 log.info("session_silent worker=%s", self.key.worker_id)
             finally:
                 was_up = was_up or self.connected
                 self.connected = False
             if was_up:
-                while not self._outbound.empty():
-                    self._outbound.get_nowait()
-                dead = not await self._alive()
+                dead = not await self._alive(SILENT_PROBE_S if silent else BROKEN_PROBE_S)
                 log.warning("session_lost worker=%s dead=%s", self.key.worker_id, dead)
                 self._sink.session_lost(self, dead)
                 delay_s = 0.05
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 1.0)
 
-    async def _alive(self) -> bool:
+    async def _alive(self, timeout_s: float) -> bool:
         """Does the same process still answer? Decides whether a broken session counts as a crash."""
-        status = await self.status(timeout_s=1.0)
+        status = await self.status(timeout_s)
         return status is not None and status.incarnation == self.key.incarnation
 
     async def _serve(self) -> bool:
         """One connection, until it ends or breaks; True when it had come up."""
         self._reset.clear()
         async with self._channel() as channel:
-            call = rpc.WorkerStub(channel).Session(self._requests(), metadata=self._metadata)
+            self._outbound = asyncio.Queue(OUTBOUND_FRAMES)
+            call = rpc.WorkerStub(channel).Session(self._requests(self._outbound), metadata=self._metadata)
             reset = asyncio.create_task(self._reset.wait())
             try:
                 while True:
@@ -150,7 +157,7 @@ class WorkerSession:
 
     def _take(self, frame: pb.SessionResponse) -> None:
         if frame.WhichOneof("kind") == "hello":
-            if frame.hello.incarnation != self.key.incarnation:
+            if frame.hello.incarnation != self.key.incarnation or frame.hello.role not in ROLES:
                 raise TimeoutError
             self.hello = frame.hello
             self.connected = True
@@ -158,10 +165,13 @@ class WorkerSession:
         else:
             self._sink.frame(self, frame)
 
-    async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
+    async def _requests(self, outbound: asyncio.Queue[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
+        """Frames of one connection, from its own queue: grpc may leave this generator waiting after the call."""
         yield pb.SessionRequest(hello=pb.SessionHello(gateway_id=self._gateway_id))
         while True:
             try:
-                yield await asyncio.wait_for(self._outbound.get(), timeout=self._liveness_s / 4)
+                async with asyncio.timeout(self._liveness_s / 4):
+                    frame = await outbound.get()
             except TimeoutError:
-                yield pb.SessionRequest(heartbeat=pb.Heartbeat())
+                frame = pb.SessionRequest(heartbeat=pb.Heartbeat())
+            yield frame

@@ -167,7 +167,7 @@ class Fleet:
     def worker_status(self, name: str) -> worker_pb2.WorkerStatusResponse:
         with grpc.insecure_channel(self.ready[name].address) as channel:
             return worker_pb2_grpc.WorkerStub(channel).WorkerStatus(
-                worker_pb2.WorkerStatusRequest(), metadata=(("x-headrace-cluster", TOKEN),), timeout=10
+                worker_pb2.WorkerStatusRequest(audit=True), metadata=(("x-headrace-cluster", TOKEN),), timeout=10
             )
 
     def audit(self, settle_s: float = 5.0) -> admin_pb2.AuditResponse:

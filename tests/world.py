@@ -117,7 +117,7 @@ class World:
         if gateway._live or gateway._legs or gateway._queued or gateway._labels:
             held.append(f"gateway: {len(gateway._live)} live, {len(gateway._legs)} legs, {len(gateway._queued)} queued")
         for name, worker in self.workers.items():
-            status = worker.service.status()
+            status = worker.service.status(audit=True)
             for what in ("live_requests", "leases", "handoffs", "transfers", "used_blocks", "quarantined_blocks"):
                 if n := getattr(status, what):
                     held.append(f"{name}: {n} {what} {[(h.holder, h.blocks) for h in status.holders]}")
@@ -162,7 +162,7 @@ async def world(
     running = World(runner, **options)
     text = text_model()
     running.gateway = Gateway(
-        gateway_spec(max_model_len=1024, liveness_s=2.0, cluster_token=TOKEN, **(gateway or {})),
+        gateway_spec(**({"max_model_len": 1024, "liveness_s": 2.0, "cluster_token": TOKEN} | (gateway or {}))),
         text,
         ids=counting_ids(),
     )

@@ -193,6 +193,8 @@ class Hub:
         entry = self._names.get((request_id, attempt))
         if entry is None or not entry.request.hand_off:
             return Rejected("unknown_request", 0.0)
+        if entry.leased:
+            return Rejected("leased_already", 0.0)
         request = entry.request
         with self.engine.lock:
             if not self._scheduler.pin(request.key):
@@ -271,6 +273,9 @@ class Hub:
             log.info("hand_off_failed request=%s reason=%s", entry.request.request_id, end.reason)
             self.counters[end.reason] += 1
             self._fail(entry, Code.ABORTED, end.reason, "the hand-off did not complete")
+        elif end.reason == "finished":
+            # Nothing to adopt: the holder tells the gateway how it ended, unless it cannot any more.
+            self._done(entry, FinishReason.CANCELLED)
         else:
             self._forget(entry)
         self._reserve()

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import grpc
 
-from headrace.errors import InvariantError
-from headrace.process import EXIT_BROKEN, die_with_parent, log_to_stderr, serve
+from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
 from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
@@ -33,6 +32,8 @@ from workers.spec import WorkerReady, WorkerSpec
 log = logging.getLogger("headrace.workers.main")
 
 TICK_S = 0.1
+IDLE_TICKS = 10
+"""Conservation of blocks is checked once in each idle time, after this many ticks of it."""
 EXIT_HUNG = 71
 EXIT_QUARANTINE = 72
 
@@ -125,6 +126,7 @@ class Worker:
         self.engine.start()
         await self._server.start()
         self._monitor_task = asyncio.create_task(self._monitor(layout.block_bytes))
+        self._monitor_task.add_done_callback(end_process_if_failed)
         return WorkerReady(
             worker_id=spec.worker_id,
             incarnation=spec.incarnation,
@@ -160,17 +162,14 @@ class Worker:
 
     async def _monitor(self, block_bytes: int) -> None:
         """Deadlines and stuck readers; and the three reasons for a worker to end itself (DESIGN laws 3, 8, 9)."""
-        cap = self.spec.quarantine_cap_bytes
+        cap, idle_ticks = self.spec.quarantine_cap_bytes, 0
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                self.hub.tick()
-                if not self.hub.live_requests:
-                    with self.engine.lock:
-                        self.pool.check_integrity()
-            except InvariantError:
-                log.exception("invariant_broken worker=%s", self.spec.worker_id)
-                os._exit(EXIT_BROKEN)
+            self.hub.tick()
+            idle_ticks = 0 if self.hub.live_requests else idle_ticks + 1
+            if idle_ticks == IDLE_TICKS:
+                with self.engine.lock:
+                    self.scheduler.check_integrity()
             if self.engine.hung:
                 log.critical("engine_hung worker=%s step_age_s=%.1f", self.spec.worker_id, self.engine.step_age_s)
                 os._exit(EXIT_HUNG)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ import grpc
 
 from headrace.core.records import WorkerLoad
 from headrace.errors import InvariantError
+from headrace.process import end_process
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
 from kvtransfer.service import TOKEN_KEY
@@ -23,8 +23,8 @@ from workers.hub import Hub
 from workers.sessions import GatewaySession
 from workers.spec import WorkerSpec
 
-log = logging.getLogger("headrace.workers.server")
-
+GONE = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError)
+"""What a session's tasks raise when the gateway is gone or silent."""
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -47,15 +47,17 @@ class WorkerService(rpc.WorkerServicer):
         self._pool = pool
 
     async def Session(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """One gateway, until either side ends it or the gateway is silent for `liveness_s`."""
+        """One gateway, until either side ends it, the gateway is silent for `liveness_s`, or it does not read."""
         await self._check(context)
-        first = await asyncio.wait_for(context.read(), self._spec.liveness_s)
+        async with asyncio.timeout(self._spec.liveness_s):
+            first = await context.read()
         if first is grpc.aio.EOF or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with hello")
         session = GatewaySession(first.hello.gateway_id, self._spec.liveness_s / 8, self._load)
         await context.write(pb.SessionResponse(hello=self._hello))
         self._hub.open_session(session)
-        tasks = [asyncio.create_task(work) for work in (self._send(session, context), self._receive(session, context))]
+        work = (self._send(session, context), self._receive(session, context), session.overflowed.wait())
+        tasks = [asyncio.create_task(part) for part in work]  # type: ignore[arg-type]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -63,28 +65,32 @@ class WorkerService(rpc.WorkerServicer):
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, (grpc.RpcError, grpc.aio.BaseError)):
-                    log.warning("session_ended gateway=%s error=%s", session.gateway_id, type(result).__name__)
+                if isinstance(result, Exception) and not isinstance(result, GONE):
+                    end_process(result)
 
     async def Lease(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await self._hub.holder.serve(context)
+        try:
+            await self._hub.holder.serve(context)
+        except InvariantError as error:
+            end_process(error)
 
     async def WorkerStatus(
         self, request: pb.WorkerStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.WorkerStatusResponse:
         await self._check(context)
-        return self.status()
+        return self.status(request.audit)
 
-    def status(self) -> pb.WorkerStatusResponse:
-        """The worker's own account; conservation of blocks is checked while at it."""
+    def status(self, audit: bool) -> pb.WorkerStatusResponse:
+        """The worker's own account; with `audit` who holds what, and whether all blocks are conserved (O(blocks))."""
         hub = self._hub
+        integrity, holders = "", {}
         with hub.engine.lock:
-            try:
-                self._scheduler.check_integrity()
-                integrity = ""
-            except InvariantError as error:
-                integrity = str(error)
-            holders = self._scheduler.holders()
+            if audit:
+                holders = self._scheduler.holders()
+                try:
+                    self._scheduler.check_integrity()
+                except InvariantError as error:
+                    integrity = str(error)
             counters = {name: float(n) for name, n in self._scheduler.stats().items()}
             used, quarantined = self._pool.used_blocks, self._pool.quarantined_blocks
         return pb.WorkerStatusResponse(
@@ -112,7 +118,8 @@ class WorkerService(rpc.WorkerServicer):
 
     async def _receive(self, session: GatewaySession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
-            message = await asyncio.wait_for(context.read(), self._spec.liveness_s)
+            async with asyncio.timeout(self._spec.liveness_s):
+                message = await context.read()
             if message is grpc.aio.EOF:
                 return
             match message.WhichOneof("kind"):

@@ -23,25 +23,18 @@ class GatewaySession:
     def __init__(self, gateway_id: str, heartbeat_s: float, load: Callable[[int], pb.LoadReport]) -> None:
         self.gateway_id = gateway_id
         self.submit_seq = 0
-        self.overflowed = False
+        self.overflowed = asyncio.Event()
         self._heartbeat_s = heartbeat_s
         self._load = load
-        self._frames: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        self._frames: asyncio.Queue[pb.SessionResponse] = asyncio.Queue()
         self._reported_at = 0.0
         self._stale_load = True
 
     def put(self, frame: pb.SessionResponse) -> None:
         if self._frames.qsize() >= OUTBOUND_FRAMES:
-            self.reset()
+            self.overflowed.set()
         else:
             self._frames.put_nowait(frame)
-
-    def reset(self) -> None:
-        """Ends the stream after what is queued was dropped."""
-        self.overflowed = True
-        while not self._frames.empty():
-            self._frames.get_nowait()
-        self._frames.put_nowait(None)
 
     def load_changed(self) -> None:
         self._stale_load = True
@@ -58,11 +51,10 @@ class GatewaySession:
                 yield pb.SessionResponse(load=self._load(self.submit_seq))
                 continue
             try:
-                frame = await asyncio.wait_for(self._frames.get(), timeout=wait_s)
+                async with asyncio.timeout(wait_s):
+                    frame = await self._frames.get()
             except TimeoutError:
                 continue
-            if frame is None:
-                return
             yield frame
 
 

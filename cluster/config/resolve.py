@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -99,7 +99,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
         max_model_len=max_model_len,
         block_size=config.pools[0].block_size,
         dtype=config.model.dtype,
-        chat_template=config.model.chat_template,
+        chat_template=config.model.chat_template and str(Path(config.model.chat_template).absolute()),
         host=config.gateway.host,
         grpc_port=config.gateway.grpc_port,
         http_port=config.gateway.http_port,
@@ -123,10 +123,10 @@ def default_served_name(path: str) -> str:
 def masked_yaml(deployment: Deployment) -> str:
     """The resolved deployment for people: secrets and per-process ids left out."""
     data = deployment.model_dump(mode="json")
-    secret = ("cluster_token", "cache_namespace_secret")
     for spec in (data["gateway"], *data["workers"]):
-        for name in secret:
-            spec[name] = "***"
+        for name in ("cluster_token", "cache_namespace_secret"):
+            if name in spec:
+                spec[name] = "***"
         spec.pop("controller_pid")
         spec.pop("incarnation", None)
     data["gateway"]["api_keys"] = ["***"] * len(data["gateway"]["api_keys"])

@@ -6,6 +6,7 @@ Field names are vLLM's where vLLM has one.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -75,8 +76,9 @@ class GatewayConfig(Section):
         plain = [key.get_secret_value() for key in keys]
         if any(not key or key != key.strip() or not key.isprintable() for key in plain):
             raise ValueError("a key must be printable, without spaces around it, and not empty")
-        if any("=" in key and not all(key.split("=", 1)) for key in plain):
-            raise ValueError("write KEY or TENANT=KEY")
+        named = [key.split("=", 1) for key in plain if "=" in key.rstrip("=")]
+        if any(not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) or not key.strip("=") for tenant, key in named):
+            raise ValueError("write KEY or TENANT=KEY; a tenant has 1 to 64 letters, digits, `_`, `.` or `-`")
         if len(set(plain)) != len(plain):
             raise ValueError("the same key is listed twice")
         return keys

@@ -124,21 +124,27 @@ def note_ready(slot: Slot, incarnation: str, address: str, now: float) -> None:
     slot.address = address
 
 
-def note_killing(slot: Slot, incarnation: str, reason: str, now: float) -> None:
+def note_killing(slot: Slot, incarnation: str, reason: str, now: float, policy: LifecyclePolicy) -> None:
     if incarnation != slot.incarnation or slot.state is SlotState.DEAD:
         return
     if slot.state is not SlotState.STOPPING:
+        _reward(slot, now, policy)
         advance(slot, SlotState.STOPPING, now)
         slot.reason = reason
     slot.killed_at = now
+
+
+def _reward(slot: Slot, now: float, policy: LifecyclePolicy) -> None:
+    """Forgets earlier deaths of a slot that leaves READY after it was stable."""
+    if slot.state is SlotState.READY and now - slot.since >= policy.restart_reset_s:
+        slot.deaths_in_row = 0
 
 
 def note_dead(slot: Slot, incarnation: str, reason: str, now: float, policy: LifecyclePolicy) -> None:
     """Sets when the slot may start again: at once the first time, then after delays that double up to a limit."""
     if incarnation != slot.incarnation or slot.state is SlotState.DEAD:
         return
-    if slot.state is SlotState.READY and now - slot.since >= policy.restart_reset_s:
-        slot.deaths_in_row = 0
+    _reward(slot, now, policy)
     if slot.state is not SlotState.STOPPING:
         slot.reason = reason
     advance(slot, SlotState.DEAD, now)

@@ -116,14 +116,14 @@ def reconcile(
     return actions
 
 
-def book(observed: Observed, actions: Sequence[Action], now: float) -> None:
+def book(observed: Observed, actions: Sequence[Action], now: float, policy: LifecyclePolicy) -> None:
     """Writes down actions that are being carried out."""
     for action in actions:
         match action:
             case Start(name, incarnation):
                 note_started(observed.slots[name], incarnation, now)
             case Kill(name, incarnation, reason):
-                note_killing(observed.slots[name], incarnation, reason, now)
+                note_killing(observed.slots[name], incarnation, reason, now, policy)
             case PushMembers(name, _, version, members):
                 observed.version, observed.members = version, members
                 observed.slots[name].pushing = True

@@ -1,5 +1,4 @@
-"""Records that both siblings (router, workers) read: load, outcome and the two latency ledgers. No logic beyond sums.
-"""
+"""Records that both siblings (router, workers) read: load, outcome and latency. No logic."""
 
 from __future__ import annotations
 

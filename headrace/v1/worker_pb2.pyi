@@ -361,8 +361,10 @@ class LeaseRevoked(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("audit",)
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    audit: bool
+    def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class BlockHolder(_message.Message):
     __slots__ = ("holder", "blocks")

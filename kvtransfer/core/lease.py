@@ -195,8 +195,9 @@ class LeaseTable:
         return len(self._by_id)
 
     def open(self, lease: Lease) -> bool:
-        """False when the request already has a reader."""
-        if lease.key in self._by_key:
+        """False when the request already has a reader. An ended lease whose stream still closes makes way."""
+        known = self._by_key.get(lease.key)
+        if known is not None and known.state is not LeaseState.ENDED:
             return False
         if lease.lease_id in self._by_id:
             raise InvariantError(f"lease id {lease.lease_id} is taken")
@@ -214,7 +215,7 @@ class LeaseTable:
         """Forgets an ended lease; again is a no-op."""
         if lease.state is not LeaseState.ENDED:
             raise InvariantError(f"lease {lease.lease_id} is still {lease.state.value}")
-        if self._by_id.pop(lease.lease_id, None) is not None:
+        if self._by_id.pop(lease.lease_id, None) is not None and self._by_key.get(lease.key) is lease:
             del self._by_key[lease.key]
 
     @property

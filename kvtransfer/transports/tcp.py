@@ -101,8 +101,12 @@ class TcpTransport:
             raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
         peer = TcpPeer(peer_id, found.num_blocks, descriptor, host, port)
         _give_back(peer, await dial(peer.host, peer.port, self._token, peer.peer_id))
-        if known is not None:
-            await self.disconnect(known)
+        other = self._peers.get(peer_id)
+        if other is not None and other.descriptor == descriptor:
+            await self.disconnect(peer)  # two callers dialled at once; the first one's is everybody's
+            return other
+        if other is not None:
+            await self.disconnect(other)
         self._peers[peer_id] = peer
         return peer
 

@@ -21,6 +21,8 @@ import msgpack
 from kvtransfer.transports.base import TransferError, TransferFault
 
 MAX_FRAME_BYTES = 1 << 20
+MAX_HANDSHAKE_BYTES = 4 << 10
+"""Before the other side has proved that it knows the token."""
 HANDSHAKE_S = 5.0
 
 
@@ -38,10 +40,10 @@ async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
             sock = socket.socket(info[0][0], socket.SOCK_STREAM)
             tune(sock)
             await loop.sock_connect(sock, info[0][4])
-            theirs, ours = _nonce(await recv_frame(sock)), secrets.token_bytes(16)
+            theirs, ours = _nonce(await recv_frame(sock, MAX_HANDSHAKE_BYTES)), secrets.token_bytes(16)
             proof = _proof(token, b"reader", theirs, ours, peer_id)
             await send_frame(sock, {"nonce": ours, "peer_id": peer_id, "proof": proof})
-            answer = check_answer(await recv_frame(sock))
+            answer = check_answer(await recv_frame(sock, MAX_HANDSHAKE_BYTES))
         if not _same(answer.get("proof"), _proof(token, b"holder", ours, theirs, peer_id)):
             raise TransferError(TransferFault.FAILED, "the peer does not know the cluster token")
         connected, sock = sock, None
@@ -59,7 +61,7 @@ async def welcome(sock: socket.socket, token: str, peer_id: str) -> bool:
     """The server's part; False when the client was refused."""
     ours = secrets.token_bytes(16)
     await send_frame(sock, {"nonce": ours})
-    hello = await recv_frame(sock)
+    hello = await recv_frame(sock, MAX_HANDSHAKE_BYTES)
     theirs, wanted = _nonce(hello), hello.get("peer_id")
     refusal = ""
     if not isinstance(wanted, str) or not _same(hello.get("proof"), _proof(token, b"reader", ours, theirs, wanted)):
@@ -101,10 +103,10 @@ async def send_frame(sock: socket.socket, message: dict[str, Any]) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, len(body).to_bytes(4, "big") + body)
 
 
-async def recv_frame(sock: socket.socket) -> dict[str, Any]:
-    """Raises EOFError when the connection ends, TransferError(failed) on nonsense."""
+async def recv_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any]:
+    """Raises EOFError when the connection ends, TransferError(failed) on nonsense or more than `max_bytes`."""
     length = int.from_bytes(await _recv_exactly(sock, 4), "big")
-    if length > MAX_FRAME_BYTES:
+    if length > max_bytes:
         raise TransferError(TransferFault.FAILED, "frame too long")
     body = await _recv_exactly(sock, length)
     try:

@@ -26,14 +26,15 @@ class WorkerAccount:
 
 @dataclass(frozen=True, slots=True)
 class GatewayAccount:
-    live_requests: int
+    live: frozenset[str]
+    """Ids of the requests in progress."""
     bookings: int
 
 
 def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[str]:
-    """What is held although nothing is in progress, one sentence a holder; [] is clean.
+    """What is held for nothing, one sentence a holder; [] is clean.
 
-    While requests are live only broken conservation counts, since holding blocks is then their right.
+    While requests are in progress holding blocks is their right, so only foreign holders and broken conservation count.
     """
     found = []
     for worker in workers:
@@ -41,7 +42,12 @@ def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[
             found.append(f"{worker.name}: did not answer")
         if worker.integrity_error:
             found.append(f"{worker.name}: {worker.integrity_error}")
-    if gateway.live_requests:
+        found += [
+            f"{worker.name}: {holder} holds {blocks} blocks"
+            for holder, blocks in worker.holders
+            if _request_of(holder) not in gateway.live
+        ]
+    if gateway.live:
         return found
     if gateway.bookings:
         found.append(f"gateway: {gateway.bookings} bookings without a request")
@@ -49,8 +55,13 @@ def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[
         for what in ("leases", "transfers", "handoffs", "live_requests"):
             if count := getattr(worker, what):
                 found.append(f"{worker.name}: {count} {what.replace('_', ' ')} without a request at the gateway")
-        found.extend(f"{worker.name}: {holder} holds {blocks} blocks" for holder, blocks in worker.holders)
         held = sum(blocks for _, blocks in worker.holders)
         if worker.used_blocks > held:
             found.append(f"{worker.name}: {worker.used_blocks - held} used blocks without a holder")
     return found
+
+
+def _request_of(holder: str) -> str:
+    """The request's id in a holder's name `request ID/ATTEMPT`; '' for other holders."""
+    kind, _, name = holder.partition(" ")
+    return name.rpartition("/")[0] if kind == "request" else ""

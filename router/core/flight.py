@@ -11,7 +11,7 @@ reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped,
 | --- | --- |
 | a token reaches the client once | `offset` against the output so far; a repeat must be equal |
 | an ended flight has no live leg | every ending and every new plan sends Finish to the legs still live |
-| a request seen in `max_crashes` dead processes ends with an error | `crashes`, counted when a worker is lost |
+| a request seen in `max_crashes` dead processes ends with an error | `crashed`, filled when a worker is lost |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.sampling import SamplingParams
 from router.core.latency import Timeline
 from router.core.placement import Mode, WorkerKey, WorkerView, choose_decode, choose_plan
 
-LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed", "session_reset"})
+LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed"})
 """The worker is fine, the hand-off is not: plan again, without excluding anybody."""
 
 
@@ -50,6 +50,8 @@ class Leg:
     address: str
     handle: int
     live: bool = True
+    spoke: bool = False
+    """A token came over it: a decode leg that spoke has all its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,13 @@ class Flight:
     """Plans made so far; the current plan's number."""
     output_ids: list[int] = field(default_factory=list)
     legs: list[Leg] = field(default_factory=list)
-    crashes: int = 0
+    crashed: set[WorkerKey] = field(default_factory=set)
     excluded: set[WorkerKey] = field(default_factory=set)
     timeline: Timeline = field(default_factory=Timeline)
     disaggregated: bool = False
     prefill_worker: str = ""
     decode_worker: str = ""
+    lease_failures: int = 0
     _whole_next: bool = False
     _refusal: HeadraceError | None = None
 
@@ -161,6 +164,7 @@ class Flight:
         """One token at its place in the output. Repeats are dropped, a gap or a different repeat fails the request."""
         if not leg.live:
             return []
+        leg.spoke = True
         have = len(self.output_ids)
         if offset < have:
             if self.output_ids[offset] == token_id:
@@ -186,8 +190,8 @@ class Flight:
         if reason is FinishReason.DEADLINE:
             return self.deadline(now)
         if reason is FinishReason.CANCELLED:
-            # The worker dropped it on its own (its session to us was cut and came back): go on elsewhere.
-            return self._requeue(now)
+            # A reader that had nothing to adopt leaves the ending to the prefill leg, while there is one.
+            return [] if self._leg(LegKind.PREFILL) else self._requeue(now)
         if leg.kind is LegKind.DECODE:
             self.timeline.last_ledger(ledger)
         else:
@@ -200,7 +204,12 @@ class Flight:
             return []
         leg.live = False
         if reason in LEASE_FAILURES:
-            self._whole_next = self._whole_next or reason == "lease_revoked"
+            decode = self._leg(LegKind.DECODE)
+            if decode is not None and decode.spoke:
+                return []
+            self.lease_failures += 1
+            # A revoked lease means memory is short; a second failure means the lane is bad: one worker needs neither.
+            self._whole_next = self._whole_next or reason == "lease_revoked" or self.lease_failures > 1
             return self._requeue(now)
         if error.code in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE):
             self.excluded.add(leg.worker)
@@ -214,18 +223,23 @@ class Flight:
         if self.state is not FlightState.RUNNING or not legs:
             return []
         if dead:
-            self.crashes += 1
+            self.crashed.add(worker)
             self.excluded.add(worker)
         for leg in legs:
             leg.live = False
-        if self.crashes >= self.max_crashes:
-            return self._fail(
-                HeadraceError(Code.ABORTED, f"the request was present in {self.crashes} worker crashes"), now
-            )
+        if len(self.crashed) >= self.max_crashes:
+            error = HeadraceError(Code.ABORTED, f"the request was present in {len(self.crashed)} worker crashes")
+            return self._fail(error, now)
         if legs[0].kind is LegKind.PREFILL and self._leg(LegKind.DECODE):
             # The reader knows whether it has everything: it goes on, or reports its broken lease.
             return []
         return self._requeue(now)
+
+    def recovered(self, worker: WorkerKey) -> None:
+        """The same process answers again: it had not crashed."""
+        if worker in self.crashed:
+            self.crashed.discard(worker)
+            self.excluded.discard(worker)
 
     # ---- facts from the client's side
 

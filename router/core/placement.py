@@ -74,8 +74,9 @@ def choose_plan(
     Any role may serve whole requests when a pool is empty (SPEC E2). `turn` rotates among equals.
     """
     ready = [w for w in fleet if w.key not in excluded and w.capacity_tokens >= num_tokens]
-    prefill = [w for w in ready if w.role is Role.PREFILL]
     decode = [w for w in ready if w.role is Role.DECODE]
+    lanes = {w.lane for w in decode}
+    prefill = [w for w in ready if w.role is Role.PREFILL and (not decode or w.lane in lanes)]
     colocated = [w for w in ready if w.role is Role.COLOCATED]
     if mode is Mode.DISAGGREGATED:
         source = prefill or colocated

@@ -9,7 +9,8 @@ import pytest
 
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
-from tests.world import World, expected, spec, world
+from headrace.v1 import worker_pb2
+from tests.world import Answer, World, expected, spec, world
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 
@@ -64,7 +65,7 @@ def test_one_token_is_one_token_and_needs_no_reader() -> None:
             answer = await w.ask(request)
             assert answer.tokens == expected(request) and answer.finish_reasons == ["length"]
             await w.assert_drained()
-            assert w.workers["decode-0"].service.status().counters.get("handoffs", 0) == 0
+            assert w.workers["decode-0"].service.status(audit=False).counters.get("handoffs", 0) == 0
 
     run(main())
 
@@ -106,6 +107,97 @@ def test_cut_sessions_resume_without_gap_or_repeat() -> None:
             for request, client in zip(requests, clients, strict=True):
                 assert (await client).tokens == expected(request)
             assert w.gateway.counters.retries > 0, "the cuts must have hit something"
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_sessions_that_workers_end_lose_no_frame() -> None:
+    """The gateway comes back on a new stream, and the first frame it sends there must arrive."""
+
+    async def main() -> None:
+        rng = random.Random(8)
+        async with world(P, D, D, step_s=0.003, gateway={"max_attempts": 50, "default_deadline_s": 30.0}) as w:
+            requests = [spec(prompt(rng, rng.randrange(1, 150)), 60) for _ in range(16)]
+            clients = [asyncio.create_task(w.ask(r)) for r in requests]
+            for _ in range(6):
+                await asyncio.sleep(0.1)
+                for session in list(w.workers[rng.choice(sorted(w.workers))].hub.sessions):
+                    session.overflowed.set()
+            for request, client in zip(requests, clients, strict=True):
+                assert (await client).tokens == expected(request)
+            assert w.gateway.counters.retries > 0
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_gateway_that_does_not_read_is_reset_not_waited_for() -> None:
+    async def main() -> None:
+        async with world(C) as w:
+            worker = w.workers["colocated-0"]
+            [session] = worker.hub.sessions
+            for handle in range(10_000):
+                session.put(worker_pb2.SessionResponse(started=worker_pb2.Started(handle=handle)))
+            await asyncio.sleep(0.2)
+            assert session not in worker.hub.sessions
+            request = spec([3, 4, 5])
+            await w.connected()
+            assert (await w.ask(request)).tokens == expected(request)
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_step_longer_than_the_liveness_limit_is_no_death() -> None:
+    async def main() -> None:
+        async with world(P, D, step_s=3.0, liveness_s=1.0, gateway={"liveness_s": 1.0}) as w:
+            request = spec([3, 4, 5], 2)
+            answer = await w.ask(request)
+            assert answer.tokens == expected(request)
+            assert w.gateway.counters.retries == 0
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_revoked_lease_makes_a_new_plan_on_one_worker() -> None:
+    async def main() -> None:
+        async with world(P, D, step_s=0.02) as w:
+            request = spec(prompt(random.Random(9), 300), 20, ignore_eos=True, explain=True)
+            holder = w.workers["prefill-0"].hub
+            client = asyncio.create_task(w.ask(request))
+            while not any(e.request.hand_off for e in holder._entries.values()):
+                await asyncio.sleep(0.001)
+            [entry] = holder._entries.values()
+            while not holder.counters["lease_revocations"] and not client.done():
+                holder.revoke(entry)
+                await asyncio.sleep(0.005)
+            assert (await client).tokens == expected(request)
+            assert holder.counters["lease_revocations"] == 1 and w.gateway.counters.retries == 1
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_stop_string_ends_tokens_text_and_bill_at_one_place() -> None:
+    async def main() -> None:
+        async with world(C) as w:
+            plain = await w.ask(spec([9, 10, 11], 60, ignore_eos=True))
+            stop = plain.text[5]
+            slow = spec([9, 10, 11], 60, ignore_eos=True, stop=(stop,))
+            seen = []
+            for pause_s in (0.0, 0.01):
+                answer = Answer()
+                async for delta in w.gateway.generate(slow):
+                    await asyncio.sleep(pause_s)
+                    answer.tokens += delta.token_ids
+                    answer.text += delta.text
+                    answer.usage = delta.usage or answer.usage
+                assert answer.text == plain.text[: plain.text.index(stop)]
+                assert answer.usage.completion_tokens == len(answer.tokens)
+                seen.append(answer.tokens)
+            assert seen[0] == seen[1], "a slow reader gets the same"
             await w.assert_drained()
 
     run(main())
@@ -204,7 +296,7 @@ def test_a_planted_leak_is_found_and_named() -> None:
         async with world(P, D) as w:
             worker = w.workers["prefill-0"]
             leak = worker.pool.alloc(3)
-            status = worker.service.status()
+            status = worker.service.status(audit=True)
             assert status.used_blocks == 3 and "differ" in status.integrity_error
             worker.pool.decref(leak)
             await w.assert_drained()

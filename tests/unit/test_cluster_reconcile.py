@@ -49,7 +49,7 @@ class World:
     def step(self) -> list[Action]:
         observe(self.desired, self.observed)
         actions = reconcile(self.desired, self.observed, self.now, POLICY, lambda: self.new_id("inc"))
-        book(self.observed, actions, self.now)
+        book(self.observed, actions, self.now, POLICY)
         for action in actions:
             self.carry_out(action)
         self.check()
@@ -229,7 +229,7 @@ def test_a_kill_is_repeated_until_the_exit_is_seen() -> None:
     world = World()
     world.step()
     slot = world.observed.slots["prefill-0"]
-    lifecycle.note_killing(slot, slot.incarnation, "told to", world.now)
+    lifecycle.note_killing(slot, slot.incarnation, "told to", world.now, POLICY)
     world.now += POLICY.kill_repeat_s
     assert world.step() == [Kill("prefill-0", slot.incarnation, "told to")]
     assert slot.state is SlotState.STOPPING
@@ -276,7 +276,7 @@ def test_facts_about_a_gone_incarnation_change_nothing() -> None:
     before = (slot.state, slot.incarnation, slot.address, slot.deaths_in_row)
     lifecycle.note_ready(slot, "old", "elsewhere", world.now)
     lifecycle.note_dead(slot, "old", "late news", world.now, POLICY)
-    lifecycle.note_killing(slot, "old", "late", world.now)
+    lifecycle.note_killing(slot, "old", "late", world.now, POLICY)
     lifecycle.note_probe(slot, "old", False, 0.0)
     assert (slot.state, slot.incarnation, slot.address, slot.deaths_in_row) == before
     # a contradiction is not news

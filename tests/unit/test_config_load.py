@@ -54,7 +54,7 @@ FAULTS = [
     ("gateway: {api_keys: x}", "gateway.api_keys: must be a list"),
     ("gateway: {api_keys: [a, a]}", "gateway.api_keys: the same key is listed twice"),
     ("gateway: {api_keys: ['']}", "gateway.api_keys: a key must be printable"),
-    ("gateway: {api_keys: ['a=']}", "gateway.api_keys: write KEY or TENANT=KEY"),
+    ("gateway: {api_keys: ['=a']}", "gateway.api_keys: write KEY or TENANT=KEY"),
     ("gateway: {mode: fast}", "gateway.mode: must be one of 'auto', 'disaggregated' or 'colocated'"),
     (
         "gateway: {mode: disaggregated}\npools: [{role: colocated}]",

@@ -120,7 +120,7 @@ def test_lost_decode_worker_resumes_with_the_tokens_so_far() -> None:
     p, d = fly(f, [P0, D0, D1])
     f.token(p, 0, 11, 2.0)
     assert f.lost(d.worker, dead=True, now=3.0) == [FinishAt(p, "cancelled")]
-    assert f.state is FlightState.QUEUED and f.crashes == 1
+    assert f.state is FlightState.QUEUED and f.crashed == {d.worker}
     p2, d2 = fly(f, [P0, D0, D1])
     assert d2.worker == D1.key, "the dead incarnation is not chosen again"
     assert f.token(d, 1, 50, 4.0) == [], "late frames of the old attempt are dropped"
@@ -261,16 +261,71 @@ def test_time_of_a_lost_attempt_is_its_own_stage() -> None:
 
 
 def test_audit_names_the_holder() -> None:
+    idle = GatewayAccount(frozenset(), 0)
     clean = WorkerAccount("d0", answered=True)
-    assert findings(GatewayAccount(0, 0), [clean]) == []
-    leak = WorkerAccount("p0", answered=True, used_blocks=3, live_requests=1, holders=(("request req-9", 3),))
-    assert findings(GatewayAccount(0, 0), [clean, leak]) == [
+    assert findings(idle, [clean]) == []
+    leak = WorkerAccount("p0", answered=True, used_blocks=3, live_requests=1, holders=(("request req-9/1", 3),))
+    assert findings(idle, [clean, leak]) == [
+        "p0: request req-9/1 holds 3 blocks",
         "p0: 1 live requests without a request at the gateway",
-        "p0: request req-9 holds 3 blocks",
     ]
-    assert findings(GatewayAccount(1, 0), [leak]) == [], "a live request may hold blocks"
-    assert findings(GatewayAccount(1, 0), [WorkerAccount("p0", True, integrity_error="lost")]) == ["p0: lost"]
-    assert findings(GatewayAccount(0, 2), [WorkerAccount("p0", False)]) == [
+    assert findings(GatewayAccount(frozenset({"req-9"}), 1), [leak]) == [], "a live request may hold blocks"
+    busy = GatewayAccount(frozenset({"req-1"}), 1)
+    assert findings(busy, [leak]) == ["p0: request req-9/1 holds 3 blocks"], "a leak shows beside live requests"
+    assert findings(busy, [WorkerAccount("p0", True, integrity_error="lost")]) == ["p0: lost"]
+    aside = WorkerAccount("d0", True, used_blocks=2, quarantined_blocks=2, holders=(("quarantine read 7", 2),))
+    assert findings(idle, [aside]) == ["d0: quarantine read 7 holds 2 blocks"]
+    assert findings(GatewayAccount(frozenset(), 2), [WorkerAccount("p0", False)]) == [
         "p0: did not answer",
         "gateway: 2 bookings without a request",
     ]
+
+
+def test_a_finished_prefill_whose_end_was_lost_ends_by_the_readers_word() -> None:
+    """The reader adopted nothing since the first token ended the request; the holder died before it could say so."""
+    for reader_first in (True, False):
+        f = flight(max_tokens=1)
+        p, d = fly(f, [P0, D0])
+        f.token(p, 0, 11, 2.0)
+        actions = []
+        for reader in (reader_first, not reader_first):
+            if reader:
+                actions += f.done(d, FinishReason.CANCELLED, WorkerLedger(), 2.1)
+            else:
+                actions += f.lost(p.worker, dead=True, now=2.1)
+        assert actions == [Ended(FinishReason.LENGTH)]
+
+
+def test_a_process_that_answers_again_had_not_crashed() -> None:
+    f = flight()
+    [submit] = f.place([C0], 1.0, 0)
+    f.lost(C0.key, dead=True, now=1.1)
+    assert f.place([C0], 1.2, 0) == []
+    f.recovered(C0.key)
+    [submit] = f.place([C0], 1.3, 0)
+    assert submit.leg.worker == C0.key and not f.crashed
+
+
+def test_a_bad_lane_is_given_up_for_one_worker() -> None:
+    f = flight()
+    for kind in (LegKind.PREFILL, LegKind.PREFILL, LegKind.WHOLE):
+        [submit] = f.place([P0, D0], 1.0, 0)
+        assert submit.leg.kind is kind
+        f.failed(submit.leg, HeadraceError(Code.ABORTED, "x"), "transfer_failed", 1.1)
+
+
+def test_a_late_revocation_does_not_end_a_request_that_decodes() -> None:
+    f = flight()
+    p, d = fly(f, [P0, D0])
+    f.token(p, 0, 11, 2.0)
+    f.token(d, 0, 11, 2.1)
+    assert f.failed(p, HeadraceError(Code.ABORTED, "x"), "lease_revoked", 2.2) == []
+    assert f.token(d, 1, 12, 2.3) == [Deliver((12,))]
+
+
+def test_only_workers_of_one_lane_pair() -> None:
+    ucx = WorkerView(WorkerKey("p0", "1"), Role.PREFILL, "a", 1000, lane="ucx")
+    tcp = WorkerView(WorkerKey("d0", "1"), Role.DECODE, "b", 1000, lane="tcp")
+    assert plan(Mode.AUTO, ucx, tcp).whole
+    assert plan(Mode.DISAGGREGATED, ucx, tcp) is None
+    assert choose_decode([ucx, tcp], ucx.key, (), 10, 0) is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError, Rejected
@@ -208,6 +208,10 @@ class Roster:
         self._queues.add(request)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.key))
+            if len(self._deadlines) > 2 * len(self.requests) + 64:
+                # Most of these requests ended long before their deadlines.
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
+                heapify(self._deadlines)
         return None
 
     def _spare_blocks(self) -> int:
