@@ -56,7 +56,7 @@ chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench startup
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -109,6 +109,7 @@ class Fleet:
             "grpc_port": 0,
             "http_port": 0,
             "cluster_token": TOKEN,
+            "controller_pid": os.getpid(),
             "liveness_s": self._worker_options["liveness_s"],
         } | (gateway or {})
         self.gateway = Proc("router.main", GatewaySpec(**options))
@@ -127,6 +128,7 @@ class Fleet:
             role=role,
             model_path=str(self.model_path),
             cluster_token=TOKEN,
+            controller_pid=os.getpid(),
             **self._worker_options,
         )
         self.workers[name] = Proc("workers.main", spec)

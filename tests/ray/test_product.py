@@ -5,6 +5,7 @@ what is left.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -37,12 +38,18 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def end_with_parent() -> None:
+    """An interrupted test run takes the deployment with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 class Deployment:
     def __init__(self, folder: Path) -> None:
         self.grpc_port, self.http_port = free_port(), free_port()
         self.ready_file = folder / "ready.json"
         self.log = folder / "serve.log"
         self.shm_before = set(os.listdir("/dev/shm"))
+        foreign = set(Path("/tmp").glob("headrace-*"))
         self.began = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -58,10 +65,12 @@ class Deployment:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         while not self.ready_file.exists():
             assert self.process.poll() is None and time.monotonic() < self.began + 120, self.log.read_text()
             time.sleep(0.1)
+        self.run_dirs = set(Path("/tmp").glob("headrace-*")) - foreign
         self.pids = {self.process.pid, self.ready()["gateway"]["pid"], *(w["pid"] for w in self.ready()["workers"])}
 
     def ready(self) -> dict[str, Any]:
@@ -209,7 +218,7 @@ def test_start_up_faults_are_one_clear_line(product: Deployment, tmp_path: Path)
 
 
 def test_interrupt_leaves_nothing_behind(product: Deployment) -> None:
-    run_dirs = [p for p in Path("/tmp").glob("headrace-*") if p.is_dir()]
+    assert product.run_dirs
     os.killpg(product.process.pid, signal.SIGINT)
     assert product.process.wait(40) == 0, product.log.read_text()
     deadline = time.monotonic() + 10
@@ -218,7 +227,7 @@ def test_interrupt_leaves_nothing_behind(product: Deployment) -> None:
     assert not left
     assert not product.ready_file.exists()
     assert set(os.listdir("/dev/shm")) <= product.shm_before
-    assert not [p for p in run_dirs if p.exists()]
+    assert not [p for p in product.run_dirs if p.exists()]
     for port in (product.grpc_port, product.http_port):
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
