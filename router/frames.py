@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.core.records import WorkerLedger, WorkerLoad
+from headrace.core.records import WorkerLoad
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2 as pb
 from router.core.flight import Flight, Leg
@@ -45,22 +45,6 @@ def adopt(leg: Leg, seq: int, request: pb.RequestBody, source: Leg) -> pb.Sessio
 
 def finish(handle: int, reason: str) -> pb.SessionRequest:
     return pb.SessionRequest(finish=pb.Finish(handle=handle, reason=reason))
-
-
-def ledger(message: pb.WorkerLedger) -> WorkerLedger:
-    return WorkerLedger(
-        queue_s=message.queue_s,
-        prefill_s=message.prefill_s,
-        sampling_s=message.sampling_s,
-        hand_off_s=message.hand_off_s,
-        decode_s=message.decode_s,
-        preempted_s=message.preempted_s,
-        cached_tokens=message.cached_tokens,
-        computed_tokens=message.computed_tokens,
-        bytes_moved=message.bytes_moved,
-        transfer_s=message.transfer_s,
-        lane=message.lane or "none",
-    )
 
 
 def load(message: pb.LoadReport) -> WorkerLoad:

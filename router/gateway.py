@@ -21,6 +21,7 @@ from headrace.ids import IdFactory, RequestId, random_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.identity import namespace_id
+from kvtransfer.wire import ledger_from_proto
 from router import frames
 from router.answer import Branch, Events, deltas
 from router.api import Delta, GenerationSpec
@@ -288,10 +289,10 @@ class Gateway:
         if kind == "started":
             self._act(branch, flight.started(leg, self.fleet.views(), now, next(self._turns)))
         elif kind == "prefilled":
-            flight.prefilled(leg, frames.ledger(message.ledger))
+            flight.prefilled(leg, ledger_from_proto(message.ledger))
         elif kind == "done":
             del self._legs[leg.handle]
-            self._act(branch, flight.done(leg, FinishReason(message.reason), frames.ledger(message.ledger), now))
+            self._act(branch, flight.done(leg, FinishReason(message.reason), ledger_from_proto(message.ledger), now))
         elif kind == "failed":
             del self._legs[leg.handle]
             log.info(

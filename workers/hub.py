@@ -29,12 +29,13 @@ from kvtransfer.service import (
     LeaseReader,
     LeaseSource,
 )
+from kvtransfer.wire import ledger_to_proto
 from workers.core.plan import StepEvents
 from workers.core.request import Request, State
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine
 from workers.intake import REFUSAL_CODES, REFUSAL_TEXTS, Entry, request_from
-from workers.sessions import GatewaySession, ledger_message
+from workers.sessions import GatewaySession
 
 log = logging.getLogger("headrace.workers.hub")
 
@@ -173,7 +174,7 @@ class Hub:
             session.load_changed()
 
     def _tell_prefilled(self, entry: Entry) -> None:
-        ledger = ledger_message(entry.request.ledger)
+        ledger = ledger_to_proto(entry.request.ledger)
         entry.session.put(pb.SessionResponse(prefilled=pb.Prefilled(handle=entry.handle, ledger=ledger)))
 
     def _announce(self, events: StepEvents) -> None:
@@ -316,7 +317,7 @@ class Hub:
         self._reserve()
 
     def _done(self, entry: Entry, reason: FinishReason) -> None:
-        done = pb.Done(handle=entry.handle, reason=reason.value, ledger=ledger_message(entry.request.ledger))
+        done = pb.Done(handle=entry.handle, reason=reason.value, ledger=ledger_to_proto(entry.request.ledger))
         entry.session.put(pb.SessionResponse(done=done))
         self._forget(entry)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from headrace.core.records import WorkerLedger
 from headrace.v1 import worker_pb2 as pb
 
 OUTBOUND_FRAMES = 8192
@@ -56,19 +55,3 @@ class GatewaySession:
             except TimeoutError:
                 continue
             yield frame
-
-
-def ledger_message(ledger: WorkerLedger) -> pb.WorkerLedger:
-    return pb.WorkerLedger(
-        queue_s=ledger.queue_s,
-        prefill_s=ledger.prefill_s,
-        sampling_s=ledger.sampling_s,
-        hand_off_s=ledger.hand_off_s,
-        decode_s=ledger.decode_s,
-        preempted_s=ledger.preempted_s,
-        cached_tokens=ledger.cached_tokens,
-        computed_tokens=ledger.computed_tokens,
-        bytes_moved=ledger.bytes_moved,
-        transfer_s=ledger.transfer_s,
-        lane=ledger.lane,
-    )

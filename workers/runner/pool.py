@@ -1,17 +1,14 @@
-"""Memory of a KV pool: anonymous, in huge pages where the kernel gives them, checked against what is free first."""
+"""Memory of a KV pool, checked against what is free first."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from headrace.errors import StartupError
+from kvtransfer.transports.base import PoolBytes
+from kvtransfer.transports.base import allocate_pool as map_pool
 
-_HUGE = 2 << 20
 _MARGIN_BYTES = 128 << 20
 """What must stay free beside the pool for everything else in the process to go on."""
 
@@ -33,8 +30,8 @@ def available_bytes() -> int:
     return max(0, min(limits)) if limits else 1 << 62
 
 
-def allocate_pool(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A zeroed uint8 array of `num_bytes` that starts at a huge page border. It keeps its mapping alive.
+def allocate_pool(num_bytes: int) -> PoolBytes:
+    """The KV pool's memory, as `kvtransfer.transports.base.allocate_pool` maps it.
 
     Raises StartupError, with the bytes needed and available, when there is too little memory.
     """
@@ -45,13 +42,8 @@ def allocate_pool(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             f"{free:,} available"
         )
     try:
-        mapping = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return map_pool(num_bytes)
     except (OSError, MemoryError, OverflowError, ValueError) as error:
         raise StartupError(
             f"too little memory for the KV pool: {num_bytes:,} bytes needed, {free:,} available ({error})"
         ) from error
-    with contextlib.suppress(OSError, AttributeError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    flat = np.frombuffer(mapping, np.uint8)
-    start = -flat.ctypes.data % _HUGE
-    return flat[start : start + num_bytes]
