@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -224,6 +226,11 @@ def test_a_planted_leak_is_found_and_its_holder_named(pair: Fleet) -> None:
         audit = pair.audit(settle_s=1.0)
         assert not audit.clean and audit.used_blocks == 3
         assert any("prefill-0" in line and "req-planted" in line for line in audit.findings), list(audit.findings)
+        command = [Path(sys.executable).parent / "headrace", "audit", "--settle-s=0.5"]
+        said = subprocess.run(
+            [*command, f"--address={pair.gateway_ready.grpc_address}"], capture_output=True, text=True, timeout=60
+        )
+        assert said.returncode == 1 and "req-planted" in said.stdout + said.stderr
         done.set()
         call.cancel()
     pair.assert_drained()
