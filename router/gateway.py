@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
@@ -65,6 +65,8 @@ class Gateway:
         self.spec = spec
         self.text = text
         self.counters = Counters()
+        self.on_completed: Callable[[Flight], None] = lambda flight: None
+        """Told each branch that ended in good order; set by whoever keeps metrics."""
         self._ids = ids
         self._clock = clock
         self._mode = Mode(spec.mode)
@@ -208,6 +210,8 @@ class Gateway:
                     branch.events.put_nowait((branch, action))
                 case Ended(reason, error):
                     self._count(reason, error)
+                    if error is None:
+                        self.on_completed(branch.flight)
                     branch.events.put_nowait((branch, action))
         request_id = branch.flight.request_id
         if branch.flight.state is FlightState.QUEUED and request_id in self._live:

@@ -19,6 +19,7 @@ from headrace.process import die_with_parent, log_to_stderr, serve
 from headrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from router.admin import AdminService
 from router.auth import Authenticator
+from router.fleet_metrics import FleetMetrics
 from router.gateway import Gateway
 from router.grpc_api import ModelFacts, build_server
 from router.metrics import DoorMetrics
@@ -44,6 +45,7 @@ class GatewayProcess:
         self.gateway = gateway = Gateway(spec, text)
         authenticator = Authenticator(spec.api_keys)
         metrics = DoorMetrics(spec.served_model_name)
+        gateway.on_completed = FleetMetrics(gateway, metrics.registry).ended
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
         self._grpc = build_server(gateway, spec, authenticator, metrics=metrics, facts=facts)
         add_AdminServicer_to_server(AdminService(gateway, authenticator), self._grpc.server)

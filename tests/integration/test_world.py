@@ -6,10 +6,12 @@ import asyncio
 import random
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2
+from router.fleet_metrics import FleetMetrics
 from tests.world import Answer, World, expected, spec, world
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
@@ -289,6 +291,25 @@ def test_ledgers_add_up_for_two_hundred_requests_in_both_modes() -> None:
 
     run(main(P, D))
     run(main(C))
+
+
+def test_metrics_sum_the_ledgers_and_show_each_worker() -> None:
+    async def main() -> None:
+        async with world(P, D) as w:
+            registry = CollectorRegistry()
+            w.gateway.on_completed = FleetMetrics(w.gateway, registry).ended
+            total_ms = 0.0
+            for i in range(5):
+                async for delta in w.gateway.generate(spec([3 + i] * 40, 6, explain=True)):
+                    total_ms += delta.explanation.total_ms if delta.explanation else 0.0
+            text = generate_latest(registry).decode()
+            stages = [float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith("headrace_stage_seconds_t")]
+            assert sum(stages) * 1e3 == pytest.approx(total_ms, abs=1.0) and len(stages) == 14
+            assert 'headrace_num_requests_running{model_name="tiny",pool="decode",worker="decode-0"} 0.0' in text
+            assert 'outcome="completed"} 5.0' in text
+            await w.assert_drained()
+
+    run(main())
 
 
 def test_a_planted_leak_is_found_and_named() -> None:

@@ -1,0 +1,73 @@
+"""What the gateway knows beyond its doors, for Prometheus: where the time of requests went, and each worker's last load
+report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from router.core.flight import Flight
+from router.core.placement import WorkerView
+from router.gateway import Gateway
+
+_GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30)
+
+
+class FleetMetrics(Collector):
+    """Registers itself; the gateway calls `ended` for each branch that ended in good order."""
+
+    def __init__(self, gateway: Gateway, registry: CollectorRegistry) -> None:
+        self._gateway = gateway
+        self._model = gateway.spec.served_model_name
+        self._stages = Counter(
+            "headrace_stage_seconds",
+            "Time of completed requests by stage; each ledger sums to its interval",
+            ("model_name", "ledger", "stage"),
+            registry=registry,
+        )
+        self._second_gap = Histogram(
+            "headrace_second_token_gap_seconds",
+            "First to second token: hand-off and decode queue show here",
+            ("model_name",),
+            registry=registry,
+            buckets=_GAP_S,
+        ).labels(self._model)
+        registry.register(self)
+
+    def ended(self, flight: Flight) -> None:
+        line = flight.timeline
+        for ledger, stages in (("to_first_token", line.to_first_token()), ("to_end", line.to_end())):
+            for stage, seconds in stages:
+                self._stages.labels(self._model, ledger, stage).inc(max(seconds, 0.0))
+        if line.first_token is not None and line.second_token is not None:
+            self._second_gap.observe(line.second_token - line.first_token)
+
+    def collect(self) -> Iterator[Metric]:
+        gateway = self._gateway
+        views = gateway.fleet.views()
+        for name, text, value in (
+            ("num_requests_running", "Requests in the batch", lambda v: v.load.running_requests),
+            ("num_requests_waiting", "Requests that wait for a prefill", lambda v: v.load.waiting_requests),
+            ("num_requests_adopting", "Requests whose KV is on its way", lambda v: v.load.adopting_requests),
+            ("waiting_prompt_tokens", "Prompt tokens not yet computed", lambda v: v.load.waiting_tokens),
+            ("kv_cache_usage_perc", "Blocks that cannot be given out, 0 to 1", _usage),
+        ):
+            family = GaugeMetricFamily(f"headrace_{name}", text, labels=("model_name", "pool", "worker"))
+            for view in views:
+                family.add_metric((self._model, view.role.value, view.key.worker_id), float(value(view)))
+            yield family
+        counters = gateway.counters
+        outcomes = CounterMetricFamily("headrace_branches", "Branches by outcome", labels=("model_name", "outcome"))
+        for outcome in ("accepted", "completed", "failed", "cancelled", "retries"):
+            outcomes.add_metric((self._model, outcome), float(getattr(counters, outcome)))
+        yield outcomes
+
+
+def _usage(view: WorkerView) -> float:
+    load = view.load
+    return 1.0 - (load.free_blocks + load.evictable_blocks) / load.total_blocks if load.total_blocks else 0.0
