@@ -296,7 +296,8 @@ class Gateway:
             flight.prefilled(leg, ledger_from_proto(message.ledger))
         elif kind == "done":
             del self._legs[leg.handle]
-            self._act(branch, flight.done(leg, FinishReason(message.reason), ledger_from_proto(message.ledger), now))
+            reason, ledger = FinishReason(message.reason), ledger_from_proto(message.ledger)
+            self._act(branch, flight.done(leg, reason, ledger, now, message.output_hash))
         elif kind == "failed":
             del self._legs[leg.handle]
             log.info(

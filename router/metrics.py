@@ -41,6 +41,9 @@ class DoorMetrics:
         ).labels(model)
         self.ttft = histogram("headrace_time_to_first_token_seconds", "Received to first token", _TTFT_S)
         self.itl = histogram("headrace_inter_token_latency_seconds", "Between tokens of one choice", _ITL_S)
+        self.tpot = histogram(
+            "headrace_time_per_output_token_seconds", "First to last token by n - 1; none for one token", _ITL_S
+        )
         self.e2e = histogram("headrace_e2e_request_latency_seconds", "Received to complete", _E2E_S)
         self.request_prompt_tokens = histogram("headrace_request_prompt_tokens", "Prompt tokens a request", _TOKENS)
         self.request_generation_tokens = histogram(
@@ -68,14 +71,15 @@ class DoorMetrics:
 class RequestMeter:
     """Follows one call. `delta` for each delta as it goes out, `end` exactly once."""
 
-    __slots__ = ("_endpoint", "_last", "_metrics", "_num_prompt", "_received_at", "_tokens")
+    __slots__ = ("_endpoint", "_metrics", "_num_prompt", "_received_at", "_spans", "_tokens")
 
     def __init__(self, metrics: DoorMetrics, endpoint: str, num_prompt: int, received_at: float) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self._num_prompt = num_prompt
         self._received_at = received_at
-        self._last: dict[int, float] = {}
+        self._spans: dict[int, tuple[float, float, int]] = {}
+        """First and last token's instant and the tokens so far, by branch."""
         self._tokens = 0
         metrics.live.inc()
 
@@ -83,15 +87,15 @@ class RequestMeter:
         """k tokens together are one gap and k-1 zeros; a branch's first token has no gap."""
         tokens = len(delta.token_ids)
         if tokens:
-            if not self._last:
+            if not self._spans:
                 self._metrics.ttft.observe(now - self._received_at)
                 self._metrics.prompt_tokens.inc(self._num_prompt)
-            last = self._last.get(delta.index)
-            if last is not None:
+            first, last, before = self._spans.get(delta.index, (now, now, 0))
+            if before:
                 self._metrics.itl.observe(now - last)
             for _ in range(tokens - 1):
                 self._metrics.itl.observe(0.0)
-            self._last[delta.index] = now
+            self._spans[delta.index] = (first, now, before + tokens)
             self._tokens += tokens
             self._metrics.generation_tokens.inc(tokens)
         if delta.finish_reason is not None:
@@ -105,6 +109,9 @@ class RequestMeter:
         metrics.live.dec()
         metrics.ended(self._endpoint, "OK" if code is None else str(code))
         if code is None:
+            for first, last, tokens in self._spans.values():
+                if tokens > 1:
+                    metrics.tpot.observe((last - first) / (tokens - 1))
             metrics.e2e.observe(now - self._received_at)
             metrics.request_prompt_tokens.observe(self._num_prompt)
             metrics.request_generation_tokens.observe(self._tokens)

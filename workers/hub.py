@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from headrace.clock import Clock, monotonic
-from headrace.core.records import FinishReason
+from headrace.core.records import FinishReason, token_hash
 from headrace.errors import Code, Rejected
 from headrace.ids import RequestKey
 from headrace.v1 import worker_pb2 as pb
@@ -317,7 +317,12 @@ class Hub:
         self._reserve()
 
     def _done(self, entry: Entry, reason: FinishReason) -> None:
-        done = pb.Done(handle=entry.handle, reason=reason.value, ledger=ledger_to_proto(entry.request.ledger))
+        done = pb.Done(
+            handle=entry.handle,
+            reason=reason.value,
+            ledger=ledger_to_proto(entry.request.ledger),
+            output_hash=token_hash(entry.request.output_ids),
+        )
         entry.session.put(pb.SessionResponse(done=done))
         self._forget(entry)
 

@@ -181,14 +181,16 @@ class Tokens(_message.Message):
     def __init__(self, handle: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., token_id: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("handle", "reason", "ledger")
+    __slots__ = ("handle", "reason", "ledger", "output_hash")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_HASH_FIELD_NUMBER: _ClassVar[int]
     handle: int
     reason: str
     ledger: WorkerLedger
-    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
+    output_hash: bytes
+    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ..., output_hash: _Optional[bytes] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("handle", "code", "reason", "message", "retry_after_s")

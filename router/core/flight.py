@@ -10,6 +10,7 @@ reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped,
 | invariant | kept by |
 | --- | --- |
 | a token reaches the client once | `offset` against the output so far; a repeat must be equal |
+| no token is lost or changed on the way | the worker's `output_hash` at the end |
 | an ended flight has no live leg | every ending and every new plan sends Finish to the legs still live |
 | a request seen in `max_crashes` dead processes ends with an error | `crashed`, filled when a worker is lost |
 """
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from headrace.core.records import FinishReason, WorkerLedger
+from headrace.core.records import FinishReason, WorkerLedger, token_hash
 from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
@@ -180,8 +181,10 @@ class Flight:
         if leg.live:
             self.timeline.first_ledger(ledger)
 
-    def done(self, leg: Leg, reason: FinishReason, ledger: WorkerLedger, now: float) -> list[Action]:
-        """A worker's part is over in good order."""
+    def done(
+        self, leg: Leg, reason: FinishReason, ledger: WorkerLedger, now: float, output_hash: bytes = b""
+    ) -> list[Action]:
+        """A worker's part is over in good order. `output_hash` (b"": not told) must be that of what was delivered."""
         if not leg.live:
             return []
         leg.live = False
@@ -192,6 +195,8 @@ class Flight:
         if reason is FinishReason.CANCELLED:
             # A reader that had nothing to adopt leaves the ending to the prefill leg, while there is one.
             return [] if self._leg(LegKind.PREFILL) else self._requeue(now)
+        if output_hash and output_hash != token_hash(self.output_ids):
+            return self._fail(HeadraceError(Code.INTERNAL, "the output differs from the one delivered"), now)
         if leg.kind is LegKind.DECODE:
             self.timeline.last_ledger(ledger)
         else:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from headrace.core.records import FinishReason, Role, WorkerLedger, WorkerLoad
+from headrace.core.records import FinishReason, Role, WorkerLedger, WorkerLoad, token_hash
 from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
@@ -106,6 +106,16 @@ def test_a_different_repeat_or_a_gap_fails_the_request(offset: int, token: int) 
     actions = f.token(d, offset, token, 2.1)
     assert isinstance(actions[-1], Ended) and actions[-1].error.code is Code.INTERNAL
     assert [a.leg for a in actions[:-1]] == [p, d]
+
+
+def test_a_dropped_or_swapped_token_is_caught_by_the_hash_of_the_output() -> None:
+    for made, fails in (([11, 12], False), ([11], True), ([11, 13], True), ([12, 11], True)):
+        f = flight()
+        [submit] = f.place([C0], 1.0, 0)
+        f.token(submit.leg, 0, 11, 2.0)
+        f.token(submit.leg, 1, 12, 2.1)
+        [ended] = f.done(submit.leg, FinishReason.EOS, WorkerLedger(), 2.2, token_hash(made))
+        assert isinstance(ended, Ended) and (ended.error is not None) is fails
 
 
 def test_end_at_prefill_gives_the_reader_up() -> None:
