@@ -1,4 +1,7 @@
-"""The scheduler step by step: packing, admission, the ends of requests, limits, and the ledger on a virtual clock."""
+"""The scheduler step by step: packing, admission, the ends of requests, limits, and the ledger on a virtual clock.
+
+Over 400 lines: one scenario a rule of the scheduler, all on one small world.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The HTTP door on a real socket, with the real `openai` package: answers, streams, refusals, disconnects."""
+"""The HTTP door on a real socket, with the real `openai` package: answers, streams, refusals, disconnects.
+
+Over 400 lines: most of it is the table of bad bodies.
+"""
 
 from __future__ import annotations
 

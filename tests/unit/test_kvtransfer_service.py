@@ -1,4 +1,7 @@
-"""Leases over real grpc.aio streams and the memory transport: two workers in one event loop."""
+"""Leases over real grpc.aio streams and the memory transport: two workers in one event loop.
+
+Over 400 lines: both ends of the protocol share the world at the top.
+"""
 
 from __future__ import annotations
 
