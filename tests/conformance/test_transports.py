@@ -1,7 +1,7 @@
 """One suite for every transport. Peers are real processes (this file run as a program), except the memory transport's.
 
-`ucx` uses the lanes UCX picks on this machine (shared memory); `ucx-tcp` forces the ones it uses between machines. Over 400 lines, because one suite is one
-file: every transport runs all of it, and its peers run this file too.
+`ucx` uses the lanes UCX picks on this machine (shared memory); `ucx-tcp` forces the ones it uses between machines. Over
+400 lines, because one suite is one file: every transport runs all of it, and its peers run this file too.
 """
 
 from __future__ import annotations
