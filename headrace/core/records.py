@@ -10,7 +10,7 @@ from struct import pack
 
 
 def token_hash(token_ids: Sequence[int]) -> bytes:
-    """8 bytes that name a whole output: equal at the worker that made it and the gateway that delivered it (SPEC A7)."""
+    """8 bytes that name a whole output: equal at the worker that made it and the gateway that sent it (SPEC A7)."""
     packed = pack(f"<{len(token_ids)}I", *token_ids)
     return blake2b(packed, digest_size=8, person=b"headrace/output").digest()
 
