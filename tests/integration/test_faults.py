@@ -156,6 +156,26 @@ def test_a_stopped_prefill_worker_is_noticed_and_continues_harmlessly(pair: Flee
     assert ask(pair, *requests[1]) == alone[1]
 
 
+def test_a_gateway_that_is_stopped_loses_its_sessions_and_resumes_its_requests(pair: Fleet) -> None:
+    requests = [(ids, 300) for ids, _ in mixed(8, 6)]
+    alone = [ask(pair, *request) for request in requests]
+    before = retries(pair)
+    load = Load(pair, requests)
+    while not pair.worker_status("decode-0").load.running_requests:
+        time.sleep(0.005)
+    pair.gateway.signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 12
+    while any(pair.worker_status(name).sessions for name in pair.ready):
+        assert time.monotonic() < deadline, "the workers did not notice"
+        time.sleep(0.1)
+    assert all(pair.worker_status(name).live_requests == 0 for name in pair.ready), "its attempts are cancelled"
+    pair.gateway.signal(signal.SIGCONT)
+    assert load.join() == alone
+    assert retries(pair) > before
+    pair.wait_connected(2)
+    pair.assert_drained(settle_s=15)
+
+
 def test_prefill_killed_between_first_token_and_hand_off(pair: Fleet) -> None:
     """The reader is stopped, so the hand-off cannot complete; the first token is already with the client."""
     ids = prompt(77, 300)
