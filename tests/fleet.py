@@ -181,6 +181,39 @@ class Fleet:
         assert audit.clean, list(audit.findings)
         assert (audit.used_blocks, audit.leases, audit.transfers, audit.bookings) == (0, 0, 0, 0)
 
+    def footprint(self) -> dict[str, tuple[int, int]]:
+        """(open descriptors, threads) of every process, and the gateway's asyncio tasks."""
+        procs = {"gateway": self.gateway, **self.workers}
+        found = {}
+        for name, proc in procs.items():
+            folder = f"/proc/{proc.process.pid}"
+            found[name] = (len(os.listdir(f"{folder}/fd")), len(os.listdir(f"{folder}/task")))
+        with self.client() as client:
+            found["gateway tasks"] = (client.status().gateway.tasks, 0)
+        return found
+
+    def assert_accounts_close(self) -> None:
+        """CASES law a: every accepted request ended in exactly one way, and none is open."""
+        with self.client() as client:
+            gateway = client.status().gateway
+        assert gateway.accepted == gateway.completed + gateway.failed + gateway.cancelled, gateway
+        assert gateway.live_requests == 0
+
+    def assert_back_at(self, before: dict[str, tuple[int, int]], slack: int = 8, settle_s: float = 10.0) -> None:
+        """CASES law c for what the kernel counts. `slack`: pools of connections or threads that opened once."""
+        end = time.monotonic() + settle_s
+        while True:
+            after = self.footprint()
+            over = {
+                n: (before[n], after[n])
+                for n in before
+                if any(a > b + slack for a, b in zip(after[n], before[n], strict=True))
+            }
+            if not over:
+                return
+            assert time.monotonic() < end, over
+            time.sleep(0.2)
+
     def close(self) -> None:
         procs = [self.gateway, *self.workers.values()]
         for proc in procs:

@@ -6,7 +6,6 @@ one way, each client saw an exact prefix of the run without faults, and at idle 
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -90,11 +89,6 @@ class Clients:
         assert not any(thread.is_alive() for thread in self._threads), "a request is open past its deadline"
 
 
-def descriptors(running: Fleet) -> dict[str, int]:
-    procs = {"gateway": running.gateway, **running.workers}
-    return {name: len(os.listdir(f"/proc/{proc.process.pid}/fd")) for name, proc in procs.items()}
-
-
 def test_twenty_sigkills_under_load(pair: Fleet) -> None:
     rng = random.Random(1)
     clients = Clients(pair, 12, seed=1)
@@ -113,7 +107,7 @@ def test_twenty_sigkills_under_load(pair: Fleet) -> None:
     with pair.client() as client:
         gateway = client.status().gateway
     assert gateway.retries > 0, "the kills hit nobody"
-    assert gateway.accepted == gateway.completed + gateway.failed + gateway.cancelled and not gateway.live_requests
+    pair.assert_accounts_close()
     pair.assert_drained(settle_s=20)
 
 
@@ -135,11 +129,12 @@ def test_stops_and_continues_under_load(pair: Fleet) -> None:
 
 
 def test_cancel_storms_leave_nothing(pair: Fleet) -> None:
-    """300 concurrent requests cancelled at random moments, five times; then descriptors are where they were."""
+    """300 concurrent requests cancelled at random moments, five times; descriptors, threads and tasks return."""
     rng = random.Random(3)
-    stream(pair, [5, 6, 7], 4, [])
+    canary: list[int] = []
+    stream(pair, [5, 6, 7], 4, canary)
     pair.assert_drained()
-    before = descriptors(pair)
+    before = pair.footprint()
 
     def leave(ids: list[int], delay_s: float) -> None:
         try:
@@ -157,8 +152,8 @@ def test_cancel_storms_leave_nothing(pair: Fleet) -> None:
         for thread in threads:
             thread.join(60)
         pair.assert_drained(settle_s=20)
-    after = descriptors(pair)
-    assert all(after[name] <= before[name] + 8 for name in before), (before, after)
+    pair.assert_accounts_close()
+    pair.assert_back_at(before)
     got: list[int] = []
-    stream(pair, [9, 9, 9], 8, got)
-    assert len(got) == 8
+    stream(pair, [5, 6, 7], 4, got)
+    assert got == canary

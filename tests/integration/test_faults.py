@@ -197,8 +197,10 @@ def test_prefill_killed_between_first_token_and_hand_off(pair: Fleet) -> None:
 
 def test_clients_that_disconnect_at_random_moments(pair: Fleet) -> None:
     rng = random.Random(9)
-
     ends: list[str] = []
+    canary = ask(pair, prompt(1, 20), 8)
+    pair.assert_drained()
+    before = pair.footprint()
 
     def client(ids: list[int], delay_s: float) -> None:
         try:
@@ -216,7 +218,9 @@ def test_clients_that_disconnect_at_random_moments(pair: Fleet) -> None:
     assert len(ends) == 100 and not any(thread.is_alive() for thread in threads)
     assert set(ends) <= {"completed", "DEADLINE_EXCEEDED", "CANCELLED"} and ends.count("DEADLINE_EXCEEDED") > 30, ends
     pair.assert_drained()
-    assert len(ask(pair, prompt(1, 20), 8)) == 8
+    pair.assert_accounts_close()
+    pair.assert_back_at(before)
+    assert ask(pair, prompt(1, 20), 8) == canary
 
 
 def test_a_planted_leak_is_found_and_its_holder_named(pair: Fleet) -> None:
