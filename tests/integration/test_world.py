@@ -305,7 +305,11 @@ def test_metrics_sum_the_ledgers_and_show_each_worker() -> None:
             text = generate_latest(registry).decode()
             stages = [float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith("headrace_stage_seconds_t")]
             assert sum(stages) * 1e3 == pytest.approx(total_ms, abs=1.0) and len(stages) == 14
-            assert 'headrace_num_requests_running{model_name="tiny",pool="decode",worker="decode-0"} 0.0' in text
+            # The gauge is the worker's last report, which follows the end of its last request.
+            idle = 'headrace_num_requests_running{model_name="tiny",pool="decode",worker="decode-0"} 0.0'
+            async with asyncio.timeout(2.0):
+                while idle not in generate_latest(registry).decode():
+                    await asyncio.sleep(0.01)
             assert 'outcome="completed"} 5.0' in text
             await w.assert_drained()
 
