@@ -18,7 +18,8 @@ import numpy as np
 from numba import carray, cfunc, njit
 
 from kernels.cpu_gemm import tile_rows
-from kernels.micro import exp_scalar, fetch_add, pointer, prefetch_lines, softmax_row, transpose_8x8
+from kernels.micro import exp_scalar, fetch_add, pointer, softmax_row, transpose_8x8
+from kernels.tiles import prefetch_lines
 
 KEYS = 64
 """Key positions of one tile."""
@@ -60,8 +61,8 @@ def _transpose(target, source, dim, count):  # type: ignore[no-untyped-def]
             transpose_8x8(target + 4 * (d * KEYS + j), KEYS, source + 4 * (j * dim + d), dim)
 
 
-@cfunc("void(int64)", cache=True, error_model="numpy")
-def attention_body(block):  # type: ignore[no-untyped-def]
+@cfunc("void(int64, int64)", cache=True, error_model="numpy")
+def attention_body(block, thread):  # type: ignore[no-untyped-def]
     """Arguments: see `kernels.ops.PagedAttention`; addresses in bytes, strides in floats."""
     g = carray(pointer(block), 25, np.int64)
     q_base, q_stride, out_base, out_stride, pool = g[2], g[3], g[4], g[5], g[6]
@@ -72,7 +73,7 @@ def attention_body(block):  # type: ignore[no-untyped-def]
     scratch_base, scratch_stride, max_rows = g[20], g[21], g[22]
     scale = carray(pointer(g[23]), 1, np.float32)[0]
 
-    mine = scratch_base + 4 * scratch_stride * fetch_add(block + 8, 1)
+    mine = scratch_base + 4 * scratch_stride * thread
     queries = mine
     sums = queries + 4 * max_rows * dim
     scores = sums + 4 * max_rows * dim

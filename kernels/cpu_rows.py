@@ -1,5 +1,5 @@
-"""Row-wise CPU kernels: RMSNorm with residual, QK-norm with RoPE and KV write, SwiGLU. A row's result depends on that
-row alone.
+"""Row-wise CPU kernels: RMSNorm with residual, QK-norm with RoPE and KV write. A row's result depends on that row
+alone.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, cfunc, njit
 
-from kernels.micro import fetch_add, pointer, sum_of_squares, swiglu_vectors
+from kernels.micro import fetch_add, pointer, sum_of_squares
 
-_ROWS = 16
+_ROWS = 8
 """Rows that a thread takes at a time."""
 
 
@@ -27,25 +27,18 @@ def _normalize(target, source, weight, count, eps):  # type: ignore[no-untyped-d
         y[j] = x[j] * inverse * w[j]
 
 
-@cfunc("void(int64)", cache=True, error_model="numpy")
-def rms_norm_body(block):  # type: ignore[no-untyped-def]
-    """Arguments: x, delta (0: none), weight, out, rows, width, address of eps. x += delta in place, then out =
-    norm(x).
-    """
-    g = carray(pointer(block), 9, np.int64)
-    x_base, delta_base, weight, out_base, rows, width = g[2], g[3], g[4], g[5], g[6], g[7]
-    eps = carray(pointer(g[8]), 1, np.float32)[0]
+@cfunc("void(int64, int64)", cache=True, error_model="numpy")
+def rms_norm_body(block, thread):  # type: ignore[no-untyped-def]
+    """Arguments: x, weight, out, rows, width, address of eps."""
+    g = carray(pointer(block), 8, np.int64)
+    x_base, weight, out_base, rows, width = g[2], g[3], g[4], g[5], g[6]
+    eps = carray(pointer(g[7]), 1, np.float32)[0]
     while True:
         first = fetch_add(block, _ROWS)
         if first >= rows:
             return
         for r in range(first, min(first + _ROWS, rows)):
             at = 4 * r * width
-            if delta_base != 0:
-                x = carray(pointer(x_base + at), width, np.float32)
-                delta = carray(pointer(delta_base + at), width, np.float32)
-                for j in range(width):
-                    x[j] += delta[j]
             _normalize(out_base + at, x_base + at, weight, width, eps)
 
 
@@ -63,8 +56,8 @@ def _rotate(x_base, cos_base, sin_base, dim):  # type: ignore[no-untyped-def]
         x[d + half] = b * cos[d] + a * sin[d]
 
 
-@cfunc("void(int64)", cache=True, error_model="numpy")
-def rope_write_body(block):  # type: ignore[no-untyped-def]
+@cfunc("void(int64, int64)", cache=True, error_model="numpy")
+def rope_write_body(block, thread):  # type: ignore[no-untyped-def]
     """Arguments: qkv, row stride, rows, query heads, KV heads, dim, positions, slots (block * size + slot), cos, sin,
     q weight (0: no QK-norm), k weight, address of eps, pool, block floats, head floats, layer offset, kv floats,
     block size.
@@ -102,15 +95,18 @@ def rope_write_body(block):  # type: ignore[no-untyped-def]
                     v_out[d] = v[d]
 
 
-@cfunc("void(int64)", cache=True, error_model="numpy")
-def swiglu_body(block):  # type: ignore[no-untyped-def]
-    """Arguments: gate_up [rows, 2 * width], out [rows, width], rows, width (a multiple of 16)."""
-    g = carray(pointer(block), 6, np.int64)
-    source, out, rows, width = g[2], g[3], g[4], g[5]
+@cfunc("void(int64, int64)", cache=True, error_model="numpy")
+def pick_body(block, thread):  # type: ignore[no-untyped-def]
+    """Arguments: x [*, width], row numbers, out, rows, width: out[i] = x[number i]."""
+    g = carray(pointer(block), 7, np.int64)
+    rows, width = g[5], g[6]
+    numbers = carray(pointer(g[3]), rows, np.int64)
     while True:
         first = fetch_add(block, _ROWS)
         if first >= rows:
             return
         for r in range(first, min(first + _ROWS, rows)):
-            gate = source + 8 * r * width
-            swiglu_vectors(out + 4 * r * width, gate, gate + 4 * width, width // 16)
+            source = carray(pointer(g[2] + 4 * numbers[r] * width), width, np.float32)
+            target = carray(pointer(g[4] + 4 * r * width), width, np.float32)
+            for j in range(width):
+                target[j] = source[j]

@@ -20,7 +20,7 @@ _SPIN_ROUNDS = 3000
 def _numba_cache() -> Path:
     digest = blake2b(digest_size=6)
     folder = Path(__file__).parent
-    for source in [folder / "micro.py", *sorted(folder.glob("cpu_*.py"))]:
+    for source in sorted(folder.glob("*.py")):
         digest.update(source.read_bytes())
     return cache_root() / "numba" / digest.hexdigest()
 

@@ -1,66 +1,145 @@
-"""Runs a compiled kernel body on the calling thread's OpenMP team: the one that torch uses, so that no second pool
-spins beside it.
+"""Runs a tape of compiled kernel bodies as one parallel region on the calling thread's OpenMP team: the one that torch
+uses, so that no second pool spins beside it.
 
-A body is a C function of one address: a block of int64 arguments. Slot 0 is a work counter, slot 1 a ticket counter:
-each thread takes items from the first until none is left and, where it needs scratch, its own share by the second.
-Which thread takes which item cannot change a result, because every item is computed alone.
+A body is a C function of a block of int64 arguments and the number of the calling thread. Slot 0 of its block is a work
+counter: each thread takes items from it until none is left, then waits for the others before the next body begins.
+Which thread takes which item cannot change a result, because every item is computed alone. A whole model step is one
+tape: waking the team and returning to Python cost microseconds once, not for every operation.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numba import carray, cfunc, njit
 
-FIRST_ARG = 2
-"""Index of a body's first own argument in its block."""
+from kernels.micro import call_body, call_int, fetch_add, load_shared, pause, pointer
+
+_WIDTH = 32
+"""int64 slots of one operation: work counter, address of the body, arguments."""
+_FIRST_ARG = 2
+_SPIN_ROUNDS = 4000
+"""Looks at a barrier (some 50 us) before a waiting thread offers its core to whoever else wants it."""
 
 
-def _team() -> Any | None:
-    """GOMP_parallel of the OpenMP runtime that torch brought, or None where there is none."""
+class Hole(IntEnum):
+    """An argument that each run fills in anew."""
+
+    TOKENS = 0
+    SAMPLED = 1
+    TOKEN_IDS = 2
+    POSITIONS = 3
+    SLOTS = 4
+    ITEMS = 5
+    NUM_ITEMS = 6
+    TABLES = 7
+    NUM_TABLES = 8
+    PICKED = 9
+
+
+def _openmp() -> Any | None:
+    """The OpenMP runtime that torch brought, or None where there is none with GNU's entry point."""
     folders = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs"]
     for library in (path for folder in folders for path in sorted(folder.glob("lib*omp*.so*"))):
         try:
-            function = ctypes.CDLL(os.fspath(library)).GOMP_parallel
+            runtime = ctypes.CDLL(os.fspath(library))
+            runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            runtime.GOMP_parallel.restype = None
         except (OSError, AttributeError):
             continue
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = None
-        return function
+        return runtime
     return None
 
 
-_GOMP_PARALLEL = _team()
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_OPENMP = _openmp()
+_TEAM_SIZE = 0 if _OPENMP is None else _address_of(_OPENMP.omp_get_num_threads)
+_YIELD = _address_of(ctypes.CDLL(None).sched_yield)
 
 
 def has_team() -> bool:
     """Whether more than one thread can be used."""
-    return _GOMP_PARALLEL is not None
+    return _OPENMP is not None
 
 
-class Call:
-    """One kernel body with its argument block, ready to be run many times. Not for use by two threads at once."""
-
-    def __init__(self, body: Any, num_args: int) -> None:
-        self._body = body.ctypes
-        self._address = body.address
-        self._block = (ctypes.c_int64 * (FIRST_ARG + num_args))()
-        self._pointer = ctypes.addressof(self._block)
-        self._tail = slice(FIRST_ARG, FIRST_ARG + num_args)
-
-    def __call__(self, args: list[int], threads: int) -> None:
-        block = self._block
-        block[0] = 0
-        block[1] = 0
-        block[self._tail] = args
-        if threads > 1 and _GOMP_PARALLEL is not None:
-            _GOMP_PARALLEL(self._address, self._pointer, threads, 0)
+@njit(inline="always")
+def _wait_for(counter, wanted, offer_core):  # type: ignore[no-untyped-def]
+    looks = 0
+    while load_shared(counter) < wanted:
+        looks += 1
+        if looks < _SPIN_ROUNDS:
+            pause()
         else:
-            self._body(self._pointer)
+            call_int(offer_core)
+
+
+@cfunc("void(int64)", cache=True, error_model="numpy")
+def _run_tape(header):  # type: ignore[no-untyped-def]
+    """Header: thread numbers given out, arrivals at barriers, operations, their address, omp_get_num_threads (0: one
+    thread), sched_yield.
+    """
+    h = carray(pointer(header), 6, np.int64)
+    thread = fetch_add(header, 1)
+    team = call_int(h[4]) if h[4] != 0 else 1
+    count, operations, offer_core = h[2], h[3], h[5]
+    for i in range(count):
+        block = operations + 8 * _WIDTH * i
+        call_body(load_shared(block + 8), block, thread)
+        if team > 1:
+            fetch_add(header + 8, 1)
+            _wait_for(header + 8, team * (i + 1), offer_core)
+
+
+class Tape:
+    """Operations in order. Not for use by two threads at once."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads if has_team() else 1
+        self._operations = np.zeros((0, _WIDTH), np.int64)
+        self._holes: dict[Hole, list[int]] = {}
+        self._filled: dict[Hole, Any] = {}
+        self._header = np.zeros(6, np.int64)
+        self._run = _run_tape.ctypes
+        self._address = _run_tape.address
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def add(self, body: Any, args: Sequence[int | Hole]) -> None:
+        """Append an operation. The caller keeps alive what the addresses among `args` point to."""
+        row = np.zeros(_WIDTH, np.int64)
+        row[1] = body.address
+        for i, value in enumerate(args, _FIRST_ARG):
+            if isinstance(value, Hole):
+                self._holes.setdefault(value, []).append(len(self) * _WIDTH + i)
+            else:
+                row[i] = value
+        self._operations = np.vstack((self._operations, row))
+        self._filled = {hole: np.asarray(places) for hole, places in self._holes.items()}
+
+    def run(self, values: dict[Hole, int], count: int | None = None) -> None:
+        """Run the first `count` operations (all, if None). Raises KeyError for a hole without a value."""
+        flat = self._operations.reshape(-1)
+        for hole, places in self._filled.items():
+            flat[places] = values[hole]
+        self._operations[:, 0] = 0
+        header = self._header
+        header[:] = (0, 0, len(self) if count is None else count, flat.ctypes.data, 0, _YIELD)
+        if self.threads > 1 and _OPENMP is not None:
+            header[4] = _TEAM_SIZE
+            _OPENMP.GOMP_parallel(self._address, header.ctypes.data, self.threads, 0)
+        else:
+            self._run(header.ctypes.data)
 
 
 def address(array: np.ndarray[Any, Any]) -> int:

@@ -50,6 +50,7 @@ def torch_runner(spec: WorkerSpec) -> Runner:
         threads=spec.threads,
         exact=spec.exact,
         max_batched_tokens=spec.max_num_batched_tokens,
+        max_seqs=spec.max_num_seqs,
     )
     runner.warm_up()
     return runner

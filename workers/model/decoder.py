@@ -7,13 +7,13 @@ company.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.ops import CpuOps, PackedWeight, PoolShape, StepRows
+from kernels.ops import PoolShape, Program, StepRows, Then
+from kernels.weights import PackedWeight, huge_bytes, pack
 from workers.model.config import ModelConfig
 from workers.model.layers import LayerWeights, load_layer
 from workers.model.loaders import Weights
@@ -24,86 +24,103 @@ class Workspace:
     """Activation buffers for up to `tokens` rows. Contents are valid within one step."""
 
     def __init__(self, config: ModelConfig, tokens: int) -> None:
-        c = config
         self.tokens = tokens
-        self.residual = torch.empty(tokens, c.hidden)
-        self.normed = torch.empty(tokens, c.hidden)
-        self.delta = torch.empty(tokens, c.hidden)
-        self.qkv = torch.empty(tokens, (c.heads + 2 * c.kv_heads) * c.head_dim)
-        self.mixed = torch.empty(tokens, c.heads * c.head_dim)
-        self.gate_up = torch.empty(tokens, 2 * c.intermediate)
-        self.act = torch.empty(tokens, c.intermediate)
+        widths = self._widths(config)
+        memory = huge_bytes(4 * tokens * sum(widths)).view(torch.float32)
+        parts = memory.split([tokens * width for width in widths])
+        views = [part.view(tokens, width) for part, width in zip(parts, widths, strict=True)]
+        self.residual, self.last_residual, self.normed, self.qkv, self.mixed, self.last_mixed, self.act = views
 
     @staticmethod
-    def bytes_for(config: ModelConfig, tokens: int) -> int:
+    def _widths(config: ModelConfig) -> list[int]:
         c = config
-        width = 3 * c.hidden + (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.intermediate
-        return 4 * width * tokens
+        heads = c.heads * c.head_dim
+        return [c.hidden, c.hidden, c.hidden, heads + 2 * c.kv_heads * c.head_dim, heads, heads, c.intermediate]
+
+    @classmethod
+    def bytes_for(cls, config: ModelConfig, tokens: int) -> int:
+        return 4 * tokens * sum(cls._widths(config))
 
 
 class Decoder:
-    """Weights and forward pass of one model on CPU, float32."""
+    """Weights and forward pass of one model on CPU over one KV pool, float32 arithmetic."""
 
-    def __init__(self, config: ModelConfig, folder: Path, ops: CpuOps, max_positions: int, max_tokens: int) -> None:
-        """Reads and packs all weights. Raises StartupError when the folder does not hold what config says."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        pool: Tensor,
+        shape: PoolShape,
+        *,
+        max_positions: int,
+        max_tokens: int,
+        max_sampled: int,
+        threads: int,
+    ) -> None:
+        """Reads and packs all weights. Raises StartupError when the folder does not hold what config says.
+
+        max_tokens, max_sampled: rows and sampled rows of one step; more make the buffers grow.
+        """
         self.config = config
-        self._ops = ops
+        self._pool, self._shape = pool, shape
+        self._threads = threads
         weights = Weights(folder)
-        self._embedding = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden)
-        self._layers: list[LayerWeights] = [load_layer(config, weights, i, ops) for i in range(config.layers)]
-        self._final_norm = weights.get("model.norm.weight", config.hidden).clone()
-        head = self._embedding
+        table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden)
+        self._embedding: PackedWeight = pack([table])
+        self._head = self._embedding
         if not config.tied_embeddings:
-            head = weights.get("lm_head.weight", config.vocab_size, config.hidden)
-        self._head: PackedWeight = ops.pack([head])
+            self._head = pack([weights.get("lm_head.weight", config.vocab_size, config.hidden)])
+        self._layers: list[LayerWeights] = [load_layer(config, weights, i) for i in range(config.layers)]
+        self._final_norm = weights.get("model.norm.weight", config.hidden).clone()
         self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_positions)
-        self._space = Workspace(config, max_tokens)
+        self._record(max_tokens, max_sampled)
 
     def memory_plan(self) -> dict[str, int]:
-        """Bytes of weights (packed, and the embedding's mapped file pages) and of workspace."""
-        embedding = self._embedding.numel() * 4
+        """Bytes of packed weights and of workspace."""
+        tables = {id(w): w.num_bytes for w in (self._embedding, self._head)}
         return {
-            "weights": embedding + self._head.num_bytes + sum(layer.num_bytes for layer in self._layers),
-            "workspace": Workspace.bytes_for(self.config, self._space.tokens) + 8 * self._cos.numel(),
+            "weights": sum(tables.values()) + sum(layer.num_bytes for layer in self._layers),
+            "workspace": Workspace.bytes_for(self.config, self._space.tokens)
+            + 4 * self._logits.numel()
+            + 8 * self._cos.numel(),
         }
 
-    def forward(
-        self, token_ids: Tensor, pool: Tensor, shape: PoolShape, rows: StepRows, sampled: Sequence[int]
-    ) -> Tensor:
-        """Logits [len(sampled), vocab] of the flat token indices in `sampled`. Writes KV of all tokens to the pool.
+    def forward(self, rows: StepRows) -> Tensor:
+        """Logits [sampled rows, vocab], valid until the next step. Writes KV of all tokens to the pool.
 
-        token_ids: int64 [tokens], all below vocab_size.
+        Raises ValueError for a token id or a position that the model does not have.
         """
-        c, ops = self.config, self._ops
-        count = token_ids.shape[0]
-        if count > self._space.tokens:
-            self._space = Workspace(c, count)
-        s = self._space
-        x, normed, delta = s.residual[:count], s.normed[:count], s.delta[:count]
-        qkv, mixed, gate_up, act = s.qkv[:count], s.mixed[:count], s.gate_up[:count], s.act[:count]
-        torch.index_select(self._embedding, 0, token_ids, out=x)
-        added: Tensor | None = None
+        sampled = len(rows.sampled)
+        if rows.tokens > self._space.tokens or sampled > len(self._logits):
+            self._record(max(rows.tokens, self._space.tokens), max(sampled, len(self._logits)))
+        # Without a row that samples nobody wants more than the KV of the last layer.
+        self._program.run(rows, None if sampled else self._kv_written)
+        return self._logits[:sampled]
+
+    def _record(self, tokens: int, sampled: int) -> None:
+        """Take buffers for steps of this size and record the step over them."""
+        c, s = self.config, Workspace(self.config, tokens)
+        pool, shape = self._pool, self._shape
+        program = Program(self._threads)
+        program.embed(self._embedding, s.residual)
+        x, mixed, last = s.residual, s.mixed, False
         for i, layer in enumerate(self._layers):
-            ops.rms_norm(x, layer.input_norm, c.norm_eps, normed, added)
-            ops.linear(normed, layer.qkv, qkv)
-            ops.rope_write(qkv, c.heads, shape, pool, i, rows, self._cos, self._sin, layer.qk_norm)
-            last_layer = i == c.layers - 1
-            if last_layer and not sampled:
-                break  # KV is written, and nobody wants more
-            ops.attention(qkv, c.heads, shape, pool, i, rows, mixed, c.windows[i])
-            if last_layer:
+            program.rms_norm(x, layer.input_norm, c.norm_eps, s.normed)
+            program.linear(s.normed, layer.qkv, s.qkv)
+            program.rope_write(s.qkv, c.heads, shape, pool, i, self._cos, self._sin, layer.qk_norm)
+            self._kv_written = len(program)
+            program.attention(s.qkv, c.heads, shape, pool, i, mixed, c.windows[i])
+            if i == c.layers - 1:
                 # Past attention only rows that sample are of use to anybody.
-                wanted = torch.tensor(sampled)
-                x, mixed = x[wanted], mixed[wanted]
-                last = len(sampled)
-                normed, delta, gate_up, act = normed[:last], delta[:last], gate_up[:last], act[:last]
-            ops.linear(mixed, layer.output, delta)
-            ops.rms_norm(x, layer.middle_norm, c.norm_eps, normed, delta)
-            ops.linear(normed, layer.gate_up, gate_up)
-            ops.swiglu(gate_up, act)
-            ops.linear(act, layer.down, delta)
-            added = delta
-        if not sampled:
-            return torch.empty(0, c.vocab_size)
-        ops.rms_norm(x, self._final_norm, c.norm_eps, normed, added)
-        return ops.linear(normed, self._head, torch.empty(len(sampled), c.vocab_size))
+                last = True
+                program.pick(x, s.last_residual)
+                program.pick(mixed, s.last_mixed)
+                x, mixed = s.last_residual, s.last_mixed
+            program.linear(mixed, layer.output, x, Then.ADD, sampled=last)
+            program.rms_norm(x, layer.middle_norm, c.norm_eps, s.normed, sampled=last)
+            program.linear(s.normed, layer.gate_up, s.act, Then.SWIGLU, sampled=last)
+            program.linear(s.act, layer.down, x, Then.ADD, sampled=last)
+        program.rms_norm(x, self._final_norm, c.norm_eps, s.normed, sampled=True)
+        self._logits = huge_bytes(4 * sampled * c.vocab_size).view(torch.float32).view(sampled, c.vocab_size)
+        program.linear(s.normed, self._head, self._logits, sampled=True)
+        self._space, self._program = s, program

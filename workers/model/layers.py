@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.ops import CpuOps, PackedWeight
+from kernels.weights import PackedWeight, pack
 from workers.model.config import ModelConfig
 from workers.model.loaders import Weights
 from workers.model.tensors import layer_shapes
@@ -13,7 +13,7 @@ from workers.model.tensors import layer_shapes
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Packed matrices: qkv [hidden -> (heads + 2 kv_heads) dim], gate_up [hidden -> 2 intermediate]; norms are
+    """Packed matrices: qkv [hidden -> (heads + 2 kv_heads) dim], gate_up [hidden -> 2 intermediate], paired; norms are
     float32 vectors.
     """
 
@@ -30,7 +30,7 @@ class LayerWeights:
         return sum(w.num_bytes for w in (self.qkv, self.output, self.gate_up, self.down))
 
 
-def load_layer(config: ModelConfig, weights: Weights, layer: int, ops: CpuOps) -> LayerWeights:
+def load_layer(config: ModelConfig, weights: Weights, layer: int) -> LayerWeights:
     """Read and pack one layer. Raises StartupError when a tensor is missing or has another shape."""
     prefix = f"model.layers.{layer}."
     shapes = {name.removeprefix(prefix): shape for name, shape in layer_shapes(config, layer)}
@@ -38,19 +38,19 @@ def load_layer(config: ModelConfig, weights: Weights, layer: int, ops: CpuOps) -
     def get(name: str) -> Any:
         return weights.get(prefix + name, *shapes[name])
 
-    def pack(*names: str) -> PackedWeight:
+    def packed(*names: str, paired: bool = False) -> PackedWeight:
         biases = [get(f"{name}.bias") for name in names if f"{name}.bias" in shapes]
-        return ops.pack([get(f"{name}.weight") for name in names], biases)
+        return pack([get(f"{name}.weight") for name in names], biases, paired=paired)
 
     qk_norm = None
     if config.qk_norm:
         qk_norm = (get("self_attn.q_norm.weight").clone(), get("self_attn.k_norm.weight").clone(), config.norm_eps)
     return LayerWeights(
         input_norm=get("input_layernorm.weight").clone(),
-        qkv=pack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qkv=packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         qk_norm=qk_norm,
-        output=pack("self_attn.o_proj"),
+        output=packed("self_attn.o_proj"),
         middle_norm=get("post_attention_layernorm.weight").clone(),
-        gate_up=pack("mlp.gate_proj", "mlp.up_proj"),
-        down=pack("mlp.down_proj"),
+        gate_up=packed("mlp.gate_proj", "mlp.up_proj", paired=True),
+        down=packed("mlp.down_proj"),
     )

@@ -10,23 +10,24 @@ from __future__ import annotations
 import torch
 
 from headrace.errors import StartupError
-from kernels.ops import CpuOps, PoolShape, step_rows
+from kernels.ops import PoolShape, Program, StepRows, Then, step_rows
+from kernels.weights import pack
 from workers.model.config import ModelConfig
 
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 16, 29)
 _KEYS = 150
 _COLUMNS = 2064
-"""Columns of a trial matrix: the widths behind it are the same loop run more often."""
+"""Columns of a trial matrix, at most: the widths behind it are the same loop run more often."""
 
 
-def exact_self_test(ops: CpuOps, config: ModelConfig) -> str:
+def exact_self_test(threads: int, config: ModelConfig) -> str:
     """Returns what was shown, in words; raises StartupError when two bits differ. Well under a second."""
     generator = torch.Generator().manual_seed(7)
-    trials = [ops, CpuOps(1)]
+    trials = sorted({1, Program(threads).threads})
     for depth in sorted({config.hidden, config.intermediate, config.heads * config.head_dim}):
         _test_rows(trials, depth, generator)
     _test_attention(trials, config, generator)
-    return f"any row count, 1 and {ops.threads} threads"
+    return f"any row count, {' and '.join(map(str, trials))} threads"
 
 
 def _require(equal: bool, what: str) -> None:
@@ -34,28 +35,34 @@ def _require(equal: bool, what: str) -> None:
         raise StartupError(f"exact mode is not available on this machine: {what} depends on the batch or the threads")
 
 
-def _test_rows(trials: list[CpuOps], depth: int, generator: torch.Generator) -> None:
+def _test_rows(trials: list[int], depth: int, generator: torch.Generator) -> None:
     """GEMM, norm and SwiGLU: each count of rows, at two places, against all rows at once."""
     x = torch.randn(max(_ROWS) + 1, depth, generator=generator)
-    weight = trials[0].pack([torch.randn(min(_COLUMNS, 4 * depth), depth, generator=generator) * 0.05])
+    half = min(_COLUMNS, 2 * depth) // 16 * 16
+    weight = pack([torch.randn(half, depth, generator=generator) * 0.05 for _ in range(2)], paired=True)
     norm = torch.randn(depth, generator=generator)
+    normed, act, wide = torch.empty_like(x), torch.empty(len(x), half), torch.empty(len(x), 2 * half)
 
-    def compute(ops: CpuOps, part: torch.Tensor) -> torch.Tensor:
-        normed = ops.rms_norm(part.clone(), norm, 1e-5, torch.empty_like(part), part)
-        wide = ops.linear(normed, weight, torch.empty(len(part), weight.columns))
-        width = weight.columns // 32 * 16
-        act = ops.swiglu(wide[:, : 2 * width].contiguous(), torch.empty(len(part), width))
-        return torch.cat((wide, act), dim=1)
+    def compute(program: Program, first: int, count: int) -> torch.Tensor:
+        source[:count] = x[first : first + count]
+        program.run(StepRows(count))
+        return torch.cat((wide[:count], act[:count]), dim=1)
 
-    whole = compute(trials[0], x)
-    for ops in trials:
+    source = torch.empty_like(x)
+    whole = None
+    for threads in trials:
+        program = Program(threads)
+        program.rms_norm(source, norm, 1e-5, normed)
+        program.linear(normed, weight, wide)
+        program.linear(normed, weight, act, Then.SWIGLU)
+        whole = compute(program, 0, len(x)) if whole is None else whole
         for rows in _ROWS:
             for offset in (0, 1):
-                part = x[offset : offset + rows].clone()
-                _require(torch.equal(compute(ops, part), whole[offset : offset + rows]), f"a product of depth {depth}")
+                equal = torch.equal(compute(program, offset, rows), whole[offset : offset + rows])
+                _require(equal, f"a product of depth {depth}")
 
 
-def _test_attention(trials: list[CpuOps], config: ModelConfig, generator: torch.Generator) -> None:
+def _test_attention(trials: list[int], config: ModelConfig, generator: torch.Generator) -> None:
     """One sequence in one chunk against the same in chunks and single tokens, beside another."""
     blocks = -(-_KEYS // 16)
     shape = PoolShape(2 * blocks, config.kv_heads, 1, 16, config.head_dim)
@@ -64,18 +71,22 @@ def _test_attention(trials: list[CpuOps], config: ModelConfig, generator: torch.
     qkv = torch.randn(_KEYS, width, generator=generator)
     table = list(range(0, 2 * blocks, 2))
     other = list(range(1, 2 * blocks, 2))
+    source, out = torch.empty(_KEYS + 40, width), torch.empty(_KEYS + 40, config.heads * config.head_dim)
 
-    def compute(ops: CpuOps, pieces: list[tuple[int, int]], window: int) -> torch.Tensor:
+    def compute(program: Program, pieces: list[tuple[int, int]]) -> torch.Tensor:
         result = []
         for start, count in pieces:
-            rows = step_rows(shape, config.heads, [start, 0], [count, 40], [table, other])
-            part = torch.cat((qkv[start : start + count], qkv[:40]))
-            out = torch.empty(len(part), config.heads * config.head_dim)
-            result.append(ops.attention(part, config.heads, shape, pool, 0, rows, out, window)[:count])
+            source[:count] = qkv[start : start + count]
+            source[count : count + 40] = qkv[:40]
+            program.run(step_rows(shape, config.heads, [start, 0], [count, 40], [table, other]))
+            result.append(out[:count].clone())
         return torch.cat(result)
 
     for window in sorted({0, 37, *config.windows}):
-        whole = compute(trials[0], [(0, _KEYS)], window)
-        for ops in trials:
+        whole = None
+        for threads in trials:
+            program = Program(threads)
+            program.attention(source, config.heads, shape, pool, 0, out, window)
+            whole = compute(program, [(0, _KEYS)]) if whole is None else whole
             pieces = [(0, 33), (33, 64), (97, 1), (98, _KEYS - 98)]
-            _require(torch.equal(compute(ops, pieces, window), whole), "attention")
+            _require(torch.equal(compute(program, pieces), whole), "attention")

@@ -13,7 +13,7 @@ from headrace.errors import InvariantError, StartupError
 from headrace.ids import RequestKey
 from headrace.paths import cache_root
 from headrace.sampling import SamplingParams
-from kernels.ops import CpuOps, PoolShape, step_rows
+from kernels.ops import PoolShape, Program, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
 from workers.core.plan import StepPlan, StepResult
@@ -43,6 +43,7 @@ class TorchRunner:
         threads: int = 1,
         exact: bool = False,
         max_batched_tokens: int = 512,
+        max_seqs: int = 64,
     ) -> None:
         """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
 
@@ -67,16 +68,24 @@ class TorchRunner:
         except ValueError as error:
             raise StartupError(str(error)) from error
         torch.set_num_threads(threads)
-        self._ops = CpuOps(threads)
         self.kv_pool = allocate_pool(self.num_blocks * self.layout.block_bytes)
         self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
         self._blocks = self.kv_pool.reshape(self.num_blocks, self.layout.block_bytes)
         self._check_weights_fit()
         try:
-            self._decoder = Decoder(c, self.model_path, self._ops, max_model_len, max_batched_tokens)
+            self._decoder = Decoder(
+                c,
+                self.model_path,
+                self._pool,
+                self._shape,
+                max_positions=max_model_len,
+                max_tokens=max_batched_tokens,
+                max_sampled=max_seqs,
+                threads=threads,
+            )
         except MemoryError as error:
             raise StartupError(f"too little memory for the weights ({available_bytes():,} bytes available)") from error
-        self.exact_rows = exact_self_test(self._ops, c) if exact else ""
+        self.exact_rows = exact_self_test(threads, c) if exact else ""
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step; see `Runner.run`. The plan is not changed."""
@@ -86,17 +95,18 @@ class TorchRunner:
         if not plan.keys:
             return StepResult([])
         try:
-            rows = step_rows(self._shape, self.config.heads, plan.start_pos, plan.num_tokens, plan.block_tables)
+            rows = step_rows(
+                self._shape,
+                self.config.heads,
+                plan.start_pos,
+                plan.num_tokens,
+                plan.block_tables,
+                plan.token_ids,
+                plan.samples,
+            )
+            logits = self._decoder.forward(rows).numpy()
         except ValueError as error:
             raise InvariantError(f"step {plan.step_id}: {error}") from error
-        token_ids = np.asarray(plan.token_ids, np.int64)
-        if len(token_ids) != len(rows.positions) or int(rows.positions.max()) >= self.max_model_len:
-            raise InvariantError(f"step {plan.step_id}: token ids or positions do not fit")
-        if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
-            raise InvariantError(f"step {plan.step_id}: a token id is outside the vocabulary")
-        ends = np.cumsum(plan.num_tokens)
-        sampled = [int(ends[i]) - 1 for i, wanted in enumerate(plan.samples) if wanted]
-        logits = self._decoder.forward(torch.from_numpy(token_ids), self._pool, self._shape, rows, sampled).numpy()
         middle = time.perf_counter()
         tokens = self._sample(plan, logits)
         return StepResult(tokens, middle - begin, time.perf_counter() - middle)
@@ -131,7 +141,7 @@ class TorchRunner:
 
     def kernels(self) -> dict[str, str]:
         """Operation -> implementation that runs it."""
-        return self._ops.chosen
+        return Program.chosen()
 
     def identity_fields(self) -> Mapping[str, bytes | str | int]:
         """See `Runner.identity_fields`."""
