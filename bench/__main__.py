@@ -1,22 +1,67 @@
 """`python -m bench`: runs the benchmarks that exist and prints machine, versions, command, medians and spread.
 
 python -m bench startup [--runs 5]      `headrace serve` until ready, and until the first answered token
+python -m bench engine [--peer-python /path/with/llama-cpp-python/bin/python] [--http http://127.0.0.1:8000]
+                                        one worker's engine without a server, against llama.cpp's and against itself
+                                        behind HTTP; the machine's own limits beside them
+python -m bench compare --server ours=http://127.0.0.1:8000 --server other=http://127.0.0.1:8001
+                                        the same bursts to each server in turn, paired ratios
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shlex
+import sys
+import time
+from importlib.metadata import version
 
-from bench import startup
+from bench import compare, engine, startup
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="name", required=True)
+    start = commands.add_parser("startup")
+    start.add_argument("--runs", type=int, default=5)
+    start.add_argument("--config", default="configs/quickstart.yaml")
+    versus = commands.add_parser("compare")
+    versus.add_argument("--server", action="append", required=True, metavar="NAME=URL", help="the first is the base")
+    versus.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    versus.add_argument("--input", type=int, default=64, help="prompt tokens")
+    versus.add_argument("--output", type=int, default=64, help="output tokens")
+    versus.add_argument("--rounds", type=int, default=5)
+    versus.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the prompts; new each time")
+    versus.add_argument("--vocab", type=int, default=40000, help="prompt ids are below this")
+    bare = commands.add_parser("engine")
+    bare.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    bare.add_argument("--dtype", default="float32", help="how weights are stored: auto, float32, float16, bfloat16")
+    bare.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
+    bare.add_argument("--prefill", type=int, default=2048, help="prompt tokens")
+    bare.add_argument("--rounds", type=int, default=5)
+    bare.add_argument("--peer-python", help="an interpreter that has llama-cpp-python")
+    bare.add_argument("--peer-storage", default="f32", choices=["f32", "f16", "as-is"])
+    bare.add_argument("--peer-kv", default="f16", choices=["f32", "f16"])
+    bare.add_argument("--http", metavar="URL", help="a running colocated deployment of the same model")
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("name", nargs="?", default="startup", choices=["startup"])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--config", default="configs/quickstart.yaml")
-    args = parser.parse_args()
-    startup.run(args.config, args.runs)
+    args = _parser().parse_args()
+    print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
+    names = ("headrace", "torch", "ray", "grpcio", "numba")
+    print("versions: " + ", ".join(f"{name} {version(name)}" for name in names))
+    print(f"command: python -m bench {shlex.join(sys.argv[1:])}", flush=True)
+    if args.name == "startup":
+        startup.run(args.config, args.runs)
+    elif args.name == "engine":
+        options = {key: value for key, value in vars(args).items() if key != "name"}
+        engine.run(**options)
+    elif args.name == "compare":
+        servers = dict(server.split("=", 1) for server in args.server)
+        compare.run(servers, args.concurrency, args.input, args.output, args.rounds, args.vocab, args.seed)
 
 
 if __name__ == "__main__":

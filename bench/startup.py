@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from headrace.client import HeadraceClient, chat
@@ -45,11 +42,6 @@ def once(config: str) -> tuple[float, float]:
 
 
 def run(config: str, runs: int) -> None:
-    print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
-    print(
-        "versions: " + ", ".join(f"{name} {version(name)}" for name in ("headrace", "torch", "ray", "grpcio", "numba"))
-    )
-    print(f"command: python -m bench startup --runs {runs} --config {config}")
     results = [once(config) for _ in range(runs)]
     for name, column in (("ready", [r for r, _ in results]), ("first token", [t for _, t in results])):
         print(f"{name:12s} median {statistics.median(column):6.2f} s   min {min(column):6.2f}   max {max(column):6.2f}")

@@ -42,6 +42,11 @@ class Hole(IntEnum):
     TABLES = 7
     NUM_TABLES = 8
     PICKED = 9
+    SETTINGS = 10
+    BANS = 11
+    BANNED = 12
+    CHOSEN = 13
+    LOGITS = 14
 
 
 def _openmp() -> Any | None:

@@ -217,6 +217,25 @@ def swiglu_vectors(typingctx, target, gate, up, vectors):  # type: ignore[no-unt
 
 
 @intrinsic
+def row_peak(typingctx, source, vectors):  # type: ignore[no-untyped-def]
+    """(largest of 16 * vectors floats, sum of them times 0): the second is NaN unless all are finite. NaN never wins."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        source, vectors = args
+
+        def step(index: Any, values: list[Any]) -> list[Any]:
+            x = load(builder, builder.add(source, builder.mul(index, I64(4 * LANES))), VEC)
+            return [_maximum(builder, x, values[0]), muladd(builder, x, _constant(0.0), values[1])]
+
+        peak, zero = loop(builder, vectors, [_constant(-math.inf), _constant(0.0)], step)
+        peak = _tree(builder, peak, lambda a, b: _maximum(builder, a, b))
+        zero = _tree(builder, zero, lambda a, b: builder.fadd(a, b))
+        return context.make_tuple(builder, signature.return_type, (peak, zero))
+
+    return types.UniTuple(types.float32, 2)(types.int64, types.int64), codegen
+
+
+@intrinsic
 def sum_of_squares(typingctx, source, vectors):  # type: ignore[no-untyped-def]
     """Sum of squares of 16 * vectors floats: 16 chains over ascending index, then a tree."""
 

@@ -70,3 +70,18 @@ def attention(
         out[done : done + count] = (scores.softmax(-1) @ v).transpose(0, 1)
         done += count
     return out
+
+
+def sample_weights(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """float64 [vocab]: what each token of float32 logits [vocab] weighs, 0 where top-k or top-p cut it.
+
+    The best token weighs 1. Top-p is a share of what top-k left; equals stay by lowest id (Holtzman et al. 2020).
+    """
+    weights = torch.exp((logits.double() - logits.max().double()) / temperature)
+    order = torch.argsort(weights, descending=True, stable=True)
+    if 0 < top_k < len(weights):
+        weights[order[top_k:]] = 0
+    if top_p < 1.0:
+        below = weights[order].cumsum(0) < top_p * weights.sum()
+        weights[order[int(below.sum()) + 1 :]] = 0
+    return weights

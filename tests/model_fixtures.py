@@ -262,14 +262,15 @@ def plan_of(rows: list[tuple[int, list[int], list[int]]], sampling: SamplingPara
 
 def watch_logits(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray[Any, Any]]:
     """A list that gets every row of logits which TorchRunner's sampler sees, in order."""
-    from workers.runner import torch_runner
+    from workers.model.decoder import Decoder
 
     seen: list[np.ndarray[Any, Any]] = []
-    original = torch_runner.sample
+    original = Decoder.forward
 
-    def spy(logits: np.ndarray[Any, Any], *rest: Any) -> int:
-        seen.append(logits.copy())
-        return original(logits, *rest)
+    def spy(self: Decoder, *args: Any) -> Any:
+        logits = original(self, *args)
+        seen.extend(row.numpy().copy() for row in logits)
+        return logits
 
-    monkeypatch.setattr(torch_runner, "sample", spy)
+    monkeypatch.setattr(Decoder, "forward", spy)
     return seen

@@ -84,7 +84,7 @@ class Worker:
             read_timeout_s=spec.read_timeout_s,
         )
         self.pool = BlockPool(runner.num_blocks, layout.block_size)
-        self.scheduler = Scheduler(_settings(spec, runner), self.pool, PrefixCache(self.pool))
+        self.scheduler = Scheduler(scheduler_settings(spec, runner), self.pool, PrefixCache(self.pool))
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._server.add_insecure_port(f"{spec.host}:0")
         address = f"{spec.host}:{port}"
@@ -179,7 +179,8 @@ class Worker:
                 os._exit(EXIT_QUARANTINE)
 
 
-def _settings(spec: WorkerSpec, runner: Runner) -> SchedulerSettings:
+def scheduler_settings(spec: WorkerSpec, runner: Runner) -> SchedulerSettings:
+    """What the scheduler of a worker with this spec and runner obeys."""
     return SchedulerSettings(
         max_num_batched_tokens=spec.max_num_batched_tokens,
         max_num_seqs=spec.max_num_seqs,

@@ -56,7 +56,7 @@ def check_folder(folder: Path) -> None:
 
 def _find(name_or_path: str) -> Path:
     if name_or_path.lower() == DEFAULT_MODEL:
-        return _default_gguf()
+        return default_gguf()
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -67,7 +67,7 @@ def _find(name_or_path: str) -> Path:
     raise StartupError(f"{name_or_path}: no such folder or .gguf file, and not the name {DEFAULT_MODEL!r}")
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
     """The GGUF inside the installed package, found without importing it (its import needs packages that we do not)."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:

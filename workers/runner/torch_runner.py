@@ -6,14 +6,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import RequestKey
 from headrace.paths import cache_root
 from headrace.sampling import SamplingParams
-from kernels.ops import PoolShape, Program, step_rows
+from kernels.ops import PoolShape, Program, Sampler, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
 from workers.core.plan import StepPlan, StepResult
@@ -22,7 +21,7 @@ from workers.model.decoder import Decoder
 from workers.model.identity import identity_fields
 from workers.runner.exact import exact_self_test
 from workers.runner.pool import allocate_pool, available_bytes
-from workers.runner.sample import sample
+from workers.runner.sample import sampling_table
 
 _DTYPE_BYTES = 4
 _BLOCK_METADATA_BYTES = 256
@@ -85,6 +84,7 @@ class TorchRunner:
             )
         except MemoryError as error:
             raise StartupError(f"too little memory for the weights ({available_bytes():,} bytes available)") from error
+        self._sampler = Sampler(c.vocab_size, threads)
         self.exact_rows = exact_self_test(threads, c) if exact else ""
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -104,11 +104,11 @@ class TorchRunner:
                 plan.token_ids,
                 plan.samples,
             )
-            logits = self._decoder.forward(rows).numpy()
+            logits = self._decoder.forward(rows)
         except ValueError as error:
             raise InvariantError(f"step {plan.step_id}: {error}") from error
         middle = time.perf_counter()
-        tokens = self._sample(plan, logits)
+        tokens = self._sampler.choose(logits, *sampling_table(plan))
         return StepResult(tokens, middle - begin, time.perf_counter() - middle)
 
     def warm_up(self) -> None:
@@ -150,14 +150,6 @@ class TorchRunner:
     def fingerprint(self) -> bytes:
         """See `Runner.fingerprint`."""
         return root_hash(self.identity_fields())
-
-    def _sample(self, plan: StepPlan, logits: np.ndarray) -> list[int]:
-        tokens: list[int] = []
-        for i, wanted in enumerate(plan.samples):
-            if wanted:
-                position = plan.start_pos[i] + plan.num_tokens[i]
-                tokens.append(sample(logits[len(tokens)], plan.sampling[i], position, plan.banned[i]))
-        return tokens
 
     def _check_weights_fit(self) -> None:
         needed = sum(file.stat().st_size for file in self.model_path.glob("*.safetensors"))

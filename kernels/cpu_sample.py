@@ -1,0 +1,189 @@
+"""Choosing one token for each row of logits on CPU: temperature, top-k, top-p, and a draw that the caller gives.
+
+A weight is exp((logit - best) / temperature), so the best token weighs exactly 1. Top-k and top-p set the weights of
+what they cut to 0; the token is the first by id at which the running sum passes draw * total. Nothing is sorted but the
+few tokens around a cut: a histogram over the leading bits of the weights, which order like them, finds where it lies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, cfunc, njit
+
+from kernels.micro import fetch_add, pointer, row_peak, softmax_row
+
+_CHUNK = 1024
+"""Weights summed together; a draw walks over chunks first."""
+_BIN_SHIFT = 20
+_BINS = 1024
+"""Leading bits of a float32 in [0, 1]: 8 bins an octave; 1.0 is bin 1016."""
+_COLDEST = 1e-30
+"""Temperatures below are this one: every other token's weight is 0 then anyway."""
+
+
+def scratch_floats(vocab: int) -> int:
+    """Floats of scratch that one thread needs: weights, chunk sums (float64), histogram (two float64 a bin)."""
+    padded = -(-vocab // _CHUNK) * _CHUNK
+    return padded + 2 * (padded // _CHUNK) + 4 * _BINS
+
+
+@njit(inline="always")
+def _best(address, logits, vocab):  # type: ignore[no-untyped-def]
+    """(id of the largest finite logit, lowest first, or -1; whether all are finite or -inf)."""
+    peak, zero = row_peak(address, vocab // 16)
+    best, clean, first = -1, True, 0
+    if zero == np.float32(0.0):
+        # All finite, as in every healthy model: the rest of the row, then the place of the peak.
+        for i in range(vocab // 16 * 16, vocab):
+            x = logits[i]
+            clean = clean and x - x == np.float32(0.0)
+            peak = max(peak, x)
+        if clean:
+            while logits[first] != peak:
+                first += 1
+            return first, True
+    peak, clean = np.float32(-np.inf), True
+    for i in range(vocab):
+        x = logits[i]
+        if x > peak:
+            if x == np.float32(np.inf):
+                clean = False
+            else:
+                peak = x
+                best = i
+        elif x != x:
+            clean = False
+    return best, clean
+
+
+@njit(inline="always")
+def _sum_chunks(weights, sums, chunks):  # type: ignore[no-untyped-def]
+    """sums[c] = sum of chunk c, in float64 over four chains; returns the sum of all."""
+    total = 0.0
+    for c in range(chunks):
+        a, b, d, e = 0.0, 0.0, 0.0, 0.0
+        for i in range(c * _CHUNK, (c + 1) * _CHUNK, 4):
+            a += weights[i]
+            b += weights[i + 1]
+            d += weights[i + 2]
+            e += weights[i + 3]
+        sums[c] = (a + b) + (d + e)
+        total += sums[c]
+    return total
+
+
+@njit(inline="never")
+def _cut(weights, bits, size, bin_counts, bin_sums, most, mass):  # type: ignore[no-untyped-def]
+    """Zero all weights but the fewest best that are `most` many or reach `mass` together; equals stay by lowest id."""
+    for b in range(_BINS):
+        bin_counts[b] = 0.0
+        bin_sums[b] = 0.0
+    for i in range(size):
+        b = bits[i] >> _BIN_SHIFT
+        bin_counts[b] += 1.0
+        bin_sums[b] += weights[i]
+    count, total, border = 0, 0.0, 0
+    for b in range(_BINS - 1, -1, -1):
+        border = b
+        if count + bin_counts[b] >= most or total + bin_sums[b] >= mass:
+            break
+        count += int(bin_counts[b])
+        total += bin_sums[b]
+    if border == 0:
+        return  # the least weight that is not 0 lies in a later bin
+    members = np.empty(int(bin_counts[border]), np.int64)
+    n = 0
+    for i in range(size):
+        b = bits[i] >> _BIN_SHIFT
+        if b < border:
+            weights[i] = np.float32(0.0)
+        elif b == border:
+            members[n] = i
+            n += 1
+    values = np.empty(n, np.float32)
+    for j in range(n):
+        values[j] = -weights[members[j]]
+    order = np.argsort(values, kind="mergesort")
+    done = False
+    for j in range(n):
+        i = members[order[j]]
+        if done:
+            weights[i] = np.float32(0.0)
+        else:
+            count += 1
+            total += weights[i]
+            done = count >= most or total >= mass
+
+
+@njit(inline="always")
+def _draw(weights, sums, chunks, target):  # type: ignore[no-untyped-def]
+    """The first id whose running sum is over `target`; the last id with a weight when rounding leaves none."""
+    running = 0.0
+    c = 0
+    while c < chunks - 1 and running + sums[c] <= target:
+        running += sums[c]
+        c += 1
+    last = -1
+    for i in range(c * _CHUNK, chunks * _CHUNK):
+        if weights[i] > 0.0:
+            last = i
+            running += weights[i]
+            if running > target:
+                return i
+    i = c * _CHUNK - 1
+    while last < 0:
+        if weights[i] > 0.0:
+            last = i
+        i -= 1
+    return last
+
+
+@cfunc("void(int64, int64)", cache=True, error_model="numpy")
+def sample_body(block, thread):  # type: ignore[no-untyped-def]
+    """Arguments: logits [rows, vocab], rows, vocab, settings float64 [rows, 4] of (temperature, top_k, top_p, draw),
+    where each row's banned ids begin int64 [rows + 1], banned ids, out int64 [rows], scratch, its floats a thread.
+
+    Temperature 0 is greedy. The logits of banned ids become -inf.
+    """
+    g = carray(pointer(block), 11, np.int64)
+    rows, vocab = g[3], g[4]
+    logits = carray(pointer(g[2]), (rows, vocab), np.float32)
+    settings = carray(pointer(g[5]), (rows, 4), np.float64)
+    bans = carray(pointer(g[6]), rows + 1, np.int64)
+    banned = carray(pointer(g[7]), bans[rows], np.int64)
+    out = carray(pointer(g[8]), rows, np.int64)
+    chunks = (vocab + _CHUNK - 1) // _CHUNK
+    size = chunks * _CHUNK
+    mine = g[9] + 4 * g[10] * thread
+    weights = carray(pointer(mine), size, np.float32)
+    bits = carray(pointer(mine), size, np.int32)
+    sums = carray(pointer(mine + 4 * size), chunks, np.float64)
+    bin_counts = carray(pointer(mine + 4 * size + 8 * chunks), _BINS, np.float64)
+    bin_sums = carray(pointer(mine + 4 * size + 8 * chunks + 8 * _BINS), _BINS, np.float64)
+    while True:
+        r = fetch_add(block, 1)
+        if r >= rows:
+            return
+        row = logits[r]
+        for i in range(bans[r], bans[r + 1]):
+            row[banned[i]] = np.float32(-np.inf)
+        best, clean = _best(g[2] + 4 * r * vocab, row, vocab)
+        temperature, top_k, top_p = settings[r, 0], int(settings[r, 1]), settings[r, 2]
+        if best < 0 or not clean or temperature == 0.0 or top_k == 1:
+            out[r] = max(best, 0)
+            continue
+        peak = row[best]
+        inverse = np.float32(1.0 / max(temperature, _COLDEST))
+        for i in range(vocab):
+            weights[i] = (row[i] - peak) * inverse
+        for i in range(vocab, size):
+            weights[i] = np.float32(-np.inf)
+        softmax_row(mine, size // 16, np.float32(0.0))
+        total = _sum_chunks(weights, sums, chunks)
+        if 0 < top_k < vocab:
+            _cut(weights, bits, size, bin_counts, bin_sums, top_k, np.inf)
+            total = _sum_chunks(weights, sums, chunks)
+        if top_p < 1.0:
+            _cut(weights, bits, size, bin_counts, bin_sums, size, top_p * total)
+            total = _sum_chunks(weights, sums, chunks)
+        out[r] = _draw(weights, sums, chunks, settings[r, 3] * total)
