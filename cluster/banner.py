@@ -36,7 +36,7 @@ def show(console: Console, deployment: Deployment, processes: Sequence[ProcessVi
     console.print(
         f"\n[bold]{served.served_model_name}[/bold] ready in {start_s:.1f} s\n"
         f"backend {deployment.cluster.backend}, mode {served.mode}, exact {exact}, "
-        f"max_model_len {served.max_model_len}"
+        f"max_model_len {served.max_model_len}{_weights(processes)}"
     )
     if gateway is not None:
         _try(console, gateway, served.served_model_name, needs_key=bool(served.api_keys))
@@ -68,6 +68,11 @@ def _pool(ready: WorkerReady) -> str:
 def _memory(ready: WorkerReady) -> str:
     """Uses of at least a MiB."""
     return ", ".join(f"{use} {format_bytes(size)}" for use, size in ready.memory_plan.items() if size >= 1 << 20)
+
+
+def _weights(processes: Sequence[ProcessView]) -> str:
+    kept = {view.ready.weight_storage for view in processes if isinstance(view.ready, WorkerReady)} - {""}
+    return f", weights in {' or '.join(sorted(kept))}" if kept else ""
 
 
 def _lane(ready: WorkerReady) -> str:

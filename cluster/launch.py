@@ -159,7 +159,7 @@ async def _prepare(config: ServeConfig, backend: Backend) -> Deployment:
     opening = asyncio.create_task(backend.open())
     try:
         folder = await prepare.prepare_model(config.model.path)
-        facts = await asyncio.to_thread(read_model_facts, folder)
+        facts = await asyncio.to_thread(read_model_facts, folder, config.model.weight_format)
         return resolve(config, facts, read_machine(), lambda: secrets.token_hex(16))
     finally:
         # Also after a fault: a cluster that is half up cannot be shut down.

@@ -1,4 +1,5 @@
-"""Prepares the model in a process of its own, so that the launcher stays free of torch.
+"""Prepares the model, and on a new machine the compiled kernels, in a process of its own: the launcher stays free of
+torch.
 
 python -m cluster.prepare PATH [CACHE_DIR]
 """
@@ -49,13 +50,18 @@ async def prepare_model(path: str) -> Path:
 
 
 def main() -> int:
+    from kernels.environment import compile_kernels, compiled
     from workers.model.prepare import prepare_model as prepare
 
     try:
-        print(prepare(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else cache_root()))
+        folder = prepare(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else cache_root())
     except StartupError as error:
         print(error, file=sys.stderr)
         return 1
+    # Once a machine, and here: workers that start together would all compile the same.
+    if not compiled():
+        compile_kernels()
+    print(folder)
     return 0
 
 

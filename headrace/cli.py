@@ -48,6 +48,8 @@ def serve(
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the model's template.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="KEY or TENANT=KEY; may be given again.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output together.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Weights: auto, float32, float16 or bfloat16.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Weights: none or int8.")] = None,
     kv_cache_bytes: Annotated[str | None, typer.Option(help="KV pool of each worker, e.g. 512MiB.")] = None,
     kv_cache_fraction: Annotated[float | None, typer.Option(help="The same as a share of available memory.")] = None,
     host: Annotated[str | None, typer.Option(help="Address that the gateway listens on.")] = None,
@@ -69,6 +71,8 @@ def serve(
         "model.served_model_name": served_model_name,
         "model.chat_template": None if chat_template is None else str(chat_template.absolute()),
         "model.max_model_len": max_model_len,
+        "model.dtype": dtype,
+        "model.quantization": quantization,
         "gateway.api_keys": api_key or None,
         "gateway.host": host,
         "gateway.http_port": http_port,
@@ -178,7 +182,8 @@ def config_show(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
         config = _load_file(file)
         check_path(config.model.path)
         folder = asyncio.run(prepare_model(config.model.path))
-        deployment = cfg.resolve(config, cfg.read_model_facts(folder), cfg.read_machine(), lambda: "***")
+        facts = cfg.read_model_facts(folder, config.model.weight_format)
+        deployment = cfg.resolve(config, facts, cfg.read_machine(), lambda: "***")
         sys.stdout.write(cfg.masked_yaml(deployment))
 
 

@@ -43,7 +43,7 @@ _FEW_HALVES = 8
 """Rows up to which half-width weights are widened in the tile rather than once for all tiles."""
 
 
-@njit(inline="always")
+@njit
 def tile_rows(rows, c, ldc, a, lda, b, ldb, depth, accumulate):  # type: ignore[no-untyped-def]
     """C[rows, 16] (+)= A[rows, depth] @ B[depth, 16] for any number of rows. Addresses in bytes, strides in floats."""
     step = 4 * ldb
@@ -69,7 +69,7 @@ def tile_rows(rows, c, ldc, a, lda, b, ldb, depth, accumulate):  # type: ignore[
         begin = end
 
 
-@njit(inline="always")
+@njit
 def _few_rows(rows, c, a, lda, b, gap, depth, half, accumulate):  # type: ignore[no-untyped-def]
     """C[rows, 32] (+)= A @ two panels, gap bytes apart, for one to three rows."""
     hint = b + _HINT_BYTES
@@ -88,7 +88,7 @@ def _few_rows(rows, c, a, lda, b, gap, depth, half, accumulate):  # type: ignore
         tiles.f32_3x2(c, STRIP, a, lda, b, 4 * PANEL, gap, depth, accumulate, hint, 4 * PANEL)
 
 
-@njit(inline="always")
+@njit
 def _many_rows(rows, c, a, lda, b, depth, half, accumulate, hint, hint_bytes):  # type: ignore[no-untyped-def]
     """C[rows, 16] (+)= A @ one block of one panel, from four rows on (tiles of three to six); the tiles share the hints
     for hint_bytes.
@@ -122,7 +122,7 @@ def _many_rows(rows, c, a, lda, b, depth, half, accumulate, hint, hint_bytes):  
         begin = end
 
 
-@njit(inline="always")
+@njit
 def _widen(stored, target, panel, first, count, group):  # type: ignore[no-untyped-def]
     """target[count, 16] = rows [first, first + count) of a panel as float32."""
     if stored == F16:
@@ -149,7 +149,7 @@ def _widen(stored, target, panel, first, count, group):  # type: ignore[no-untyp
         k += run
 
 
-@njit(inline="always")
+@njit
 def _strip(stored, c, wide, a, lda, rows, weights, following, panel_bytes, depth, group, accumulate):  # type: ignore[no-untyped-def]
     """C[rows, 32] (+)= A @ the two panels at `weights`; those at `following` are read next."""
     gap = 4 * PANEL * DEPTH_BLOCK

@@ -1,8 +1,8 @@
 """Choosing one token for each row of logits on CPU: temperature, top-k, top-p, and a draw that the caller gives.
 
 A weight is exp((logit - best) / temperature), so the best token weighs exactly 1. Top-k and top-p set the weights of
-what they cut to 0; the token is the first by id at which the running sum passes draw * total. Nothing is sorted but the
-few tokens around a cut: a histogram over the leading bits of the weights, which order like them, finds where it lies.
+what they cut to 0; the token is the first by id at which the running sum passes draw * total. Nothing is sorted:
+histograms over the bits of the weights find where a cut lies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from kernels.micro import fetch_add, pointer, row_peak, softmax_row
 
 _CHUNK = 1024
 """Weights summed together; a draw walks over chunks first."""
-_BIN_SHIFT = 20
 _BINS = 1024
-"""Leading bits of a float32 in [0, 1]: 8 bins an octave; 1.0 is bin 1016."""
+"""Of a histogram over ten bits of a weight."""
 _COLDEST = 1e-30
 """Temperatures below are this one: every other token's weight is 0 then anyway."""
 
@@ -27,7 +26,7 @@ def scratch_floats(vocab: int) -> int:
     return padded + 2 * (padded // _CHUNK) + 4 * _BINS
 
 
-@njit(inline="always")
+@njit
 def _best(address, logits, vocab):  # type: ignore[no-untyped-def]
     """(id of the largest finite logit, lowest first, or -1; whether all are finite or -inf)."""
     peak, zero = row_peak(address, vocab // 16)
@@ -56,7 +55,7 @@ def _best(address, logits, vocab):  # type: ignore[no-untyped-def]
     return best, clean
 
 
-@njit(inline="always")
+@njit
 def _sum_chunks(weights, sums, chunks):  # type: ignore[no-untyped-def]
     """sums[c] = sum of chunk c, in float64 over four chains; returns the sum of all."""
     total = 0.0
@@ -72,50 +71,41 @@ def _sum_chunks(weights, sums, chunks):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(inline="never")
+@njit
 def _cut(weights, bits, size, bin_counts, bin_sums, most, mass):  # type: ignore[no-untyped-def]
-    """Zero all weights but the fewest best that are `most` many or reach `mass` together; equals stay by lowest id."""
-    for b in range(_BINS):
-        bin_counts[b] = 0.0
-        bin_sums[b] = 0.0
-    for i in range(size):
-        b = bits[i] >> _BIN_SHIFT
-        bin_counts[b] += 1.0
-        bin_sums[b] += weights[i]
+    """Zero all weights but the fewest best that are `most` many or reach `mass` together; equals stay by lowest id.
+
+    The border is found by its bits, ten at a time: floats in [0, 1] order like the integers that they are stored as.
+    """
     count, total, border = 0, 0.0, 0
-    for b in range(_BINS - 1, -1, -1):
-        border = b
-        if count + bin_counts[b] >= most or total + bin_sums[b] >= mass:
-            break
-        count += int(bin_counts[b])
-        total += bin_sums[b]
-    if border == 0:
-        return  # the least weight that is not 0 lies in a later bin
-    members = np.empty(int(bin_counts[border]), np.int64)
-    n = 0
-    for i in range(size):
-        b = bits[i] >> _BIN_SHIFT
-        if b < border:
-            weights[i] = np.float32(0.0)
-        elif b == border:
-            members[n] = i
-            n += 1
-    values = np.empty(n, np.float32)
-    for j in range(n):
-        values[j] = -weights[members[j]]
-    order = np.argsort(values, kind="mergesort")
+    for shift in (20, 10, 0):
+        for b in range(_BINS):
+            bin_counts[b] = 0.0
+            bin_sums[b] = 0.0
+        for i in range(size):
+            if bits[i] >> (shift + 10) == border:
+                b = (bits[i] >> shift) & (_BINS - 1)
+                bin_counts[b] += 1.0
+                bin_sums[b] += weights[i]
+        b = _BINS - 1
+        while b > 0 and count + bin_counts[b] < most and total + bin_sums[b] < mass:
+            count += int(bin_counts[b])
+            total += bin_sums[b]
+            b -= 1
+        border = border << 10 | b
+        if border == 0:
+            return  # the least weight that is not 0 has higher bits
     done = False
-    for j in range(n):
-        i = members[order[j]]
-        if done:
+    for i in range(size):
+        if bits[i] < border or (done and bits[i] == border):
             weights[i] = np.float32(0.0)
-        else:
+        elif bits[i] == border:
             count += 1
             total += weights[i]
             done = count >= most or total >= mass
 
 
-@njit(inline="always")
+@njit
 def _draw(weights, sums, chunks, target):  # type: ignore[no-untyped-def]
     """The first id whose running sum is over `target`; the last id with a weight when rounding leaves none."""
     running = 0.0

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from headrace.paths import cache_root
 
 _SPIN_ROUNDS = 3000
+_MARK = "complete"
 
 
 def _numba_cache() -> Path:
@@ -23,6 +25,19 @@ def _numba_cache() -> Path:
     for source in sorted(folder.glob("*.py")):
         digest.update(source.read_bytes())
     return cache_root() / "numba" / digest.hexdigest()
+
+
+def compiled() -> bool:
+    """Whether these sources have been compiled on this machine before: importing `kernels.ops` is then quick."""
+    return (Path(os.environ["NUMBA_CACHE_DIR"]) / _MARK).exists()
+
+
+def compile_kernels() -> None:
+    """Compile everything and remember it. Many seconds the first time."""
+    import kernels.ops  # noqa: F401
+
+    with contextlib.suppress(OSError):
+        (Path(os.environ["NUMBA_CACHE_DIR"]) / _MARK).touch()
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:

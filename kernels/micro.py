@@ -218,7 +218,7 @@ def swiglu_vectors(typingctx, target, gate, up, vectors):  # type: ignore[no-unt
 
 @intrinsic
 def row_peak(typingctx, source, vectors):  # type: ignore[no-untyped-def]
-    """(largest of 16 * vectors floats, sum of them times 0): the second is NaN unless all are finite. NaN never wins."""
+    """(largest of 16 * vectors floats, sum of them times 0): the second is 0 if all are finite, else NaN."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         source, vectors = args

@@ -198,6 +198,9 @@ def _fill_codes(panels: Tensor, lane: int, weight: Codes, storage: Storage) -> N
             body[first : first + count].unflatten(2, (group, PANEL))[..., left : left + lanes].copy_(codes)
             continue
         lines = body[first : first + count].unflatten(2, (group, PANEL // 2))
+        if lanes == PANEL:
+            lines.copy_(codes[..., : PANEL // 2] | codes[..., PANEL // 2 :] << 4)
+            continue
         for j in range(lanes):
             shift = 4 * ((left + j) // 8)
             lines[..., (left + j) % 8] |= codes[..., j] << shift

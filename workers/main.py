@@ -49,6 +49,7 @@ def torch_runner(spec: WorkerSpec) -> Runner:
         kv_cache_bytes=spec.kv_cache_bytes,
         threads=spec.threads,
         exact=spec.exact,
+        weight_format=spec.weight_format,
         max_batched_tokens=spec.max_num_batched_tokens,
         max_seqs=spec.max_num_seqs,
     )
@@ -141,6 +142,7 @@ class Worker:
             lane_gbps=self._lane.gbps,
             lane_note=self._lane.note,
             memory_plan=runner.memory_plan(),
+            weight_storage=runner.weight_storage,
             exact_rows=runner.exact_rows,
             start_s=time.monotonic() - began,
         )

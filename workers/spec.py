@@ -7,6 +7,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.core.records import Role
+from workers.model.weight_format import WeightFormat
 
 
 class WorkerSpec(BaseModel):
@@ -24,6 +25,7 @@ class WorkerSpec(BaseModel):
     kv_cache_bytes: int = Field(gt=0)
     block_size: int = 16
     exact: bool = False
+    weight_format: WeightFormat = WeightFormat.AUTO
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     long_prefill_token_threshold: int = 256
@@ -61,6 +63,8 @@ class WorkerReady(BaseModel):
     """Measured at start by a loopback read; 0 when not measured."""
     memory_plan: dict[str, int] = {}
     """Bytes by use: weights, workspace, kv, block_metadata."""
+    weight_storage: str = ""
+    """How the weights are kept in memory, in words."""
     lane_note: str = ""
     """Why a better lane is not used, or empty."""
     exact_rows: str = ""

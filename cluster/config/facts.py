@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import psutil
 
 from headrace.errors import StartupError
-
-_HEADER_LIMIT_BYTES = 100 << 20
+from workers.model.loaders import Weights
+from workers.model.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +21,9 @@ class ModelFacts:
     """The prepared folder."""
     max_position_embeddings: int
     kv_bytes_per_token: int
-    """All layers, keys and values, at the served dtype (float32)."""
+    """All layers, keys and values, in float32."""
     weight_bytes: int
-    """At the served dtype."""
+    """As they are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ def _read_words(path: str) -> list[str]:
         return []
 
 
-def read_model_facts(folder: Path) -> ModelFacts:
+def read_model_facts(folder: Path, weight_format: WeightFormat) -> ModelFacts:
     """Raises StartupError, one line, for a folder that is not a complete model."""
     config = _read_config(folder)
     try:
@@ -66,10 +65,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
         raise StartupError(f"{folder / 'config.json'}: not the configuration of a decoder ({error!r})") from None
     if kv_bytes <= 0 or max_position <= 0:
         raise StartupError(f"{folder / 'config.json'}: sizes must be positive")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise StartupError(f"{folder}: no *.safetensors file; is this a model folder?")
-    weight_bytes = 4 * sum(_num_elements(file) for file in files)
+    weight_bytes = weight_format.bytes_of(Weights(folder))
     return ModelFacts(str(folder), max_position, kv_bytes, weight_bytes)
 
 
@@ -86,31 +82,3 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise StartupError(f"{path}: must hold a JSON object")
     return config
-
-
-def _num_elements(path: Path) -> int:
-    """Elements of all tensors in a safetensors file, from its header; also finds a cut-off file.
-
-    Format: 8 bytes little-endian header length, a JSON header, then the data
-    (https://huggingface.co/docs/safetensors, "Format").
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size, _HEADER_LIMIT_BYTES):
-                raise ValueError("header length")
-            header = json.loads(file.read(length))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-        elements = 0
-        for tensor in tensors:
-            count = 1
-            for extent in tensor["shape"]:
-                count *= int(extent)
-            elements += count
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
-        raise StartupError(f"{path}: corrupt safetensors file") from None
-    if 8 + length + end != size:
-        raise StartupError(f"{path}: corrupt safetensors file: {size} bytes, its header says {8 + length + end}")
-    return elements

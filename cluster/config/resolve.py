@@ -15,6 +15,7 @@ from cluster.config.units import format_bytes
 from headrace.core.records import Role
 from headrace.errors import StartupError
 from router.spec import GatewaySpec
+from workers.model.weight_format import WeightFormat
 from workers.spec import WorkerSpec
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -78,6 +79,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
                     kv_cache_bytes=pool_kv_bytes,
                     block_size=pool.block_size,
                     exact=config.exact,
+                    weight_format=config.model.weight_format,
                     max_num_batched_tokens=pool.max_num_batched_tokens,
                     max_num_seqs=pool.max_num_seqs,
                     long_prefill_token_threshold=pool.long_prefill_token_threshold,
@@ -98,7 +100,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
         served_model_name=config.model.served_model_name or default_served_name(config.model.path),
         max_model_len=max_model_len,
         block_size=config.pools[0].block_size,
-        dtype=config.model.dtype,
+        dtype=_dtype_shown(config.model.weight_format),
         chat_template=config.model.chat_template and str(Path(config.model.chat_template).absolute()),
         host=config.gateway.host,
         grpc_port=config.gateway.grpc_port,
@@ -113,6 +115,11 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
     )
     settings = config.cluster.model_dump(exclude={"token"})
     return Deployment(gateway=gateway, workers=tuple(workers), cluster=ClusterSettings(**settings))
+
+
+def _dtype_shown(weight_format: WeightFormat) -> str:
+    """What clients are told; empty: what the model's own config.json says."""
+    return "" if weight_format is WeightFormat.AUTO else weight_format.value
 
 
 def default_served_name(path: str) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from cluster.config.units import parse_bytes
+from workers.model.weight_format import WeightFormat
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -44,7 +45,22 @@ class ModelConfig(Section):
     """Path of a Jinja template that replaces the model's own."""
     max_model_len: Annotated[Annotated[int, Field(ge=1, le=1 << 24)] | None, BeforeValidator(_auto_to_none)] = None
     """Most tokens of prompt and output together. auto: the model's limit, at most what the smallest KV pool holds."""
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """How the weights are kept; arithmetic is float32. auto: as the checkpoint has them, GGUF's integers too."""
+    quantization: Literal["none", "int8"] = "none"
+    """int8: all matrices become integers with a scale for each output channel."""
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        return WeightFormat(self.dtype if self.quantization == "none" else self.quantization)
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if self.quantization != "none" and self.dtype != "auto":
+            raise ValueError(
+                f"quantization {self.quantization} and dtype {self.dtype} exclude each other; leave one out"
+            )
+        return self
 
 
 class LimitsConfig(Section):

@@ -46,7 +46,12 @@ FAULTS = [
         "pools.0: max_num_seqs 64 is above max_num_batched_tokens 32; a step has at least one token a sequence",
     ),
     ("model: {path: ''}", "model.path: must have at least 1 character(s)"),
-    ("model: {dtype: float16}", "model.dtype: must be one of 'float32'"),
+    ("model: {dtype: half}", "model.dtype: must be one of 'auto', 'float32', 'float16' or 'bfloat16'"),
+    ("model: {quantization: int4}", "model.quantization: must be one of 'none' or 'int8'"),
+    (
+        "model: {quantization: int8, dtype: float16}",
+        "model: quantization int8 and dtype float16 exclude each other; leave one out",
+    ),
     ("model: {max_model_len: 0}", "model.max_model_len: must be at least 1"),
     ("model: [x]", "model: must be a mapping"),
     ("gateway: {http_port: 70000}", "gateway.http_port: must be at most 65535"),

@@ -13,6 +13,8 @@ from cluster.config import ConfigError, Deployment, load_config, masked_yaml, re
 from headrace.errors import StartupError
 from headrace.ids import counting_ids
 from tests.unit.cluster_builders import GIB, machine, model, model_folder
+from workers.model.weight_format import WeightFormat
+from workers.spec import WorkerSpec
 
 
 def deploy(
@@ -112,9 +114,30 @@ def test_what_is_shown_has_no_secret() -> None:
 
 
 def test_facts_come_from_the_headers(tmp_path: Path) -> None:
-    facts = read_model_facts(model_folder(tmp_path))
+    folder = model_folder(tmp_path)
+    facts = read_model_facts(folder, WeightFormat.AUTO)
     # 2 layers x 2 KV heads x 16 x (key, value) x 4 bytes; one 4x4 tensor
     assert (facts.kv_bytes_per_token, facts.weight_bytes, facts.max_position_embeddings) == (512, 64, 128)
+    for weight_format, size in ((WeightFormat.FLOAT16, 32), (WeightFormat.INT8, 16 + 4 * 4)):
+        assert read_model_facts(folder, weight_format).weight_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "weight_format", "told"),
+    [
+        ({}, "auto", ""),
+        ({"model.dtype": "float32"}, "float32", "float32"),
+        ({"model.dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+        ({"model.quantization": "int8"}, "int8", "int8"),
+        ({"model.quantization": "int8", "model.dtype": "auto"}, "int8", "int8"),
+    ],
+)
+def test_one_format_of_the_weights_for_all_workers(flags: dict[str, Any], weight_format: str, told: str) -> None:
+    deployment = deploy(flags)
+    assert {worker.weight_format for worker in deployment.workers} == {WeightFormat(weight_format)}
+    assert deployment.gateway.dtype == told
+    assert f"weight_format: {weight_format}" in masked_yaml(deployment)
+    assert WorkerSpec.model_validate_json(deployment.workers[0].model_dump_json()) == deployment.workers[0]
 
 
 def _cut(folder: Path) -> None:
@@ -132,17 +155,20 @@ def _cut(folder: Path) -> None:
             lambda f: (f / "config.json").write_text(json.dumps({"hidden_size": 8})),
             "not the configuration of a decoder",
         ),
-        (lambda f: (f / "model.safetensors").unlink(), "no *.safetensors file"),
-        (_cut, "corrupt safetensors file: 136 bytes, its header says 137"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"GGUF"), "corrupt safetensors file"),
-        (lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62)), "corrupt safetensors file"),
-        (lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "corrupt safetensors file"),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: weights are missing"),
+        (_cut, "model.safetensors: truncated (136 bytes, tensor 'w' ends at 137)"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"GGUF"), "not a safetensors file, or truncated"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62)),
+            "not a safetensors file, or truncated",
+        ),
+        (lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "corrupt safetensors header"),
     ],
 )
 def test_a_broken_model_folder_is_one_line(tmp_path: Path, spoil: Any, said: str) -> None:
     folder = model_folder(tmp_path)
     spoil(folder)
     with pytest.raises(StartupError) as caught:
-        read_model_facts(folder)
+        read_model_facts(folder, WeightFormat.AUTO)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -7,17 +7,21 @@ company.
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels.ops import PoolShape, Program, StepRows, Then
-from kernels.weights import PackedWeight, huge_bytes, pack
+from kernels.weights import Storage, huge_bytes
 from workers.model.config import ModelConfig
 from workers.model.layers import LayerWeights, load_layer
 from workers.model.loaders import Weights
+from workers.model.matrices import load_packed
 from workers.model.rope import rope_tables
+from workers.model.weight_format import WeightFormat
 
 
 class Workspace:
@@ -52,6 +56,7 @@ class Decoder:
         pool: Tensor,
         shape: PoolShape,
         *,
+        weight_format: WeightFormat,
         max_positions: int,
         max_tokens: int,
         max_sampled: int,
@@ -65,25 +70,32 @@ class Decoder:
         self._pool, self._shape = pool, shape
         self._threads = threads
         weights = Weights(folder)
-        table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden)
-        self._embedding: PackedWeight = pack([table])
+        size = config.vocab_size, config.hidden
+        self._embedding = load_packed(weights, weight_format, [("model.embed_tokens.weight", size)])
         self._head = self._embedding
         if not config.tied_embeddings:
-            self._head = pack([weights.get("lm_head.weight", config.vocab_size, config.hidden)])
-        self._layers: list[LayerWeights] = [load_layer(config, weights, i) for i in range(config.layers)]
+            self._head = load_packed(weights, weight_format, [("lm_head.weight", size)])
+        self._layers: list[LayerWeights] = [load_layer(config, weights, weight_format, i) for i in range(config.layers)]
         self._final_norm = weights.get("model.norm.weight", config.hidden).clone()
         self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_positions)
         self._record(max_tokens, max_sampled)
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of packed weights and of workspace."""
-        tables = {id(w): w.num_bytes for w in (self._embedding, self._head)}
         return {
-            "weights": sum(tables.values()) + sum(layer.num_bytes for layer in self._layers),
+            "weights": sum(self.storage_bytes().values()),
             "workspace": Workspace.bytes_for(self.config, self._space.tokens)
             + 4 * self._logits.numel()
             + 8 * self._cos.numel(),
         }
+
+    def storage_bytes(self) -> dict[Storage, int]:
+        """Bytes of packed weights by the way they are kept, the largest first."""
+        matrices = [self._embedding, *([] if self._head is self._embedding else [self._head])]
+        total: Counter[Storage] = Counter()
+        for weight in chain(matrices, *(layer.matrices for layer in self._layers)):
+            total[weight.storage] += weight.num_bytes
+        return dict(total.most_common())
 
     def forward(self, rows: StepRows) -> Tensor:
         """Logits [sampled rows, vocab], valid until the next step. Writes KV of all tokens to the pool.

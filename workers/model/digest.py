@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.errors import StartupError
 from workers.model.config import read_json
-from workers.model.loaders import weight_files
+from workers.model.loaders import CODES, weight_files
 
 MARK = "headrace.json"
 """In a folder that this product converted: digest of its source, converter version."""
@@ -29,7 +29,8 @@ def weights_digest(folder: Path, cache_dir: Path) -> str:
         digest = read_json(folder / MARK).get("weights_digest")
         if isinstance(digest, str):
             return digest
-    return files_digest(weight_files(folder), cache_dir)
+    codes = [folder / CODES] if (folder / CODES).is_file() else []
+    return files_digest([*weight_files(folder), *codes], cache_dir)
 
 
 def files_digest(paths: Sequence[Path], cache_dir: Path) -> str:

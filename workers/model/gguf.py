@@ -1,22 +1,27 @@
-"""A GGUF file as a Hugging Face folder: config.json, generation_config.json, tokenizer and float32 safetensors.
+"""A GGUF file as a Hugging Face folder: config.json, generation_config.json, tokenizer and safetensors.
 
-Llama-architecture GGUF keeps the rows of Q and K permuted for interleaved RoPE; they are put back. Tensors are
-dequantized and written one at a time, so memory stays at one tensor.
+model.safetensors has what anybody can load: half tensors as they are, all else dequantized to float32. Beside it
+codes.safetensors has the quantized matrices as integer codes, where they stand for the same values bit for bit.
+Llama-architecture GGUF keeps the rows of Q and K permuted for interleaved RoPE; they are put back. Tensors are read and
+written one at a time, so memory stays at one tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from headrace.errors import StartupError
 from workers.model.config import parse_config
+from workers.model.gguf_codes import code_shapes, layout_of, unpack
 from workers.model.gguf_tokenizer import write_tokenizer
+from workers.model.loaders import CODES, SINGLE
 from workers.model.rope import llama3_factors
+from workers.model.safetensors_writer import SafetensorsWriter
 from workers.model.tensors import tensor_shapes
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -34,6 +39,8 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_HALVES = ("F16", "BF16")
+"""Types that are kept, under the same name. All else becomes F32."""
 
 
 def convert_gguf(source: Path, target: Path) -> None:
@@ -59,12 +66,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     (target / "generation_config.json").write_text(json.dumps(generation, indent=1))
     write_tokenizer(fields, source, target)
     shapes = dict(tensor_shapes(config))
-    with (target / "model.safetensors").open("wb") as file:
-        _write_header(file, shapes)
-        for name, values in _dequantized(shapes, tensors, config.heads, config.kv_heads, raw, source):
-            if values.shape != shapes[name]:
-                raise StartupError(f"{source}: tensor {name!r} has shape {values.shape}, expected {shapes[name]}")
-            file.write(np.ascontiguousarray(values, "<f4").data)
+    found = {name: _find(name, shape, tensors, source) for name, shape in shapes.items()}
+    permuted = {"q_proj": config.heads, "k_proj": config.kv_heads} if raw["model_type"] == "llama" else {}
+    _write_tensors(shapes, found, permuted, source, target)
 
 
 def _config(fields: dict[str, Any], tensors: dict[str, Any], source: Path) -> dict[str, Any]:
@@ -143,7 +147,8 @@ def _rope_scaling(
     return None
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that Hugging Face calls `name`."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{kind}"
@@ -151,43 +156,60 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER_NAMES[rest]}.{kind}"
 
 
-def _dequantized(
-    shapes: dict[str, tuple[int, ...]],
-    tensors: dict[str, Any],
-    heads: int,
-    kv_heads: int,
-    raw: dict[str, Any],
+def _find(name: str, shape: tuple[int, ...], tensors: Mapping[str, Any], source: Path) -> Any:
+    tensor = tensors.get(gguf_name(name))
+    if tensor is None:
+        raise StartupError(f"{source}: tensor {gguf_name(name)!r} is missing")
+    there = tuple(int(size) for size in reversed(tensor.shape))
+    if there != shape:
+        raise StartupError(f"{source}: tensor {name!r} has shape {there}, expected {shape}")
+    return tensor
+
+
+def _write_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Any],
+    permuted: Mapping[str, int],
     source: Path,
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    target: Path,
+) -> None:
+    """Both files. permuted: heads of each projection whose rows are to be put back in order."""
+    kinds = {name: tensors[name].tensor_type.name for name in shapes}
+    layouts = {name: layout_of(kinds[name]) if len(shapes[name]) == 2 else None for name in shapes}
+    floats = [(name, kinds[name] if kinds[name] in _HALVES else "F32", shapes[name]) for name in shapes]
+    coded = [
+        (f"{name}.{part}", dtype, shape)
+        for name, layout in layouts.items()
+        if layout is not None
+        for part, dtype, shape in code_shapes(layout, *shapes[name])
+    ]
+    with SafetensorsWriter(target / SINGLE, floats) as plain, SafetensorsWriter(target / CODES, coded) as exact:
+        for name, layout in layouts.items():
+            tensor, heads = tensors[name], permuted.get(name.split(".")[-2], 0)
+            if layout is None:
+                values = _floats(tensor, source)
+                plain.write(name, unpermute(values, heads) if heads else values)
+                continue
+            codes = unpack(unpermute(tensor.data, heads) if heads else tensor.data, layout)
+            plain.write(name, codes.values())
+            for part, array in codes.arrays():
+                exact.write(f"{name}.{part}", array)
+
+
+def _floats(tensor: Any, source: Path) -> np.ndarray[Any, Any]:
+    """The values as they are written: halves as they lie in the file (bfloat16 as its bits), else float32."""
     from gguf import dequantize
 
-    for name in shapes:
-        tensor = tensors.get(_gguf_name(name))
-        if tensor is None:
-            raise StartupError(f"{source}: tensor {_gguf_name(name)!r} is missing")
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise StartupError(f"{source}: tensor type {tensor.tensor_type.name} is not supported") from error
-        if raw["model_type"] == "llama" and (".q_proj." in name or ".k_proj." in name):
-            values = unpermute(values, heads if ".q_proj." in name else kv_heads)
-        yield name, values
+    kind = tensor.tensor_type.name
+    if kind in _HALVES:
+        return np.asarray(tensor.data.view("<u2"))
+    try:
+        return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+    except (NotImplementedError, ValueError) as error:
+        raise StartupError(f"{source}: tensor type {kind} is not supported") from error
 
 
 def unpermute(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Rows from pairs (2 i, 2 i + 1) back to halves (i, i + dim / 2), head by head. values: [heads * dim, ...]."""
     pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
-
-
-def _write_header(file: BinaryIO, shapes: dict[str, tuple[int, ...]]) -> None:
-    """The safetensors header of float32 tensors that follow in the order of `shapes`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        size = 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    data = json.dumps(header, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 64)
-    file.write(len(data).to_bytes(8, "little") + data)

@@ -10,19 +10,20 @@ from kvtransfer.core.identity import KEY_SCHEMA_VERSION
 from kvtransfer.core.layout import KvLayout
 from workers.model.config import ModelConfig, read_json
 from workers.model.digest import files_digest, weights_digest
+from workers.model.weight_format import WeightFormat
 
 ENGINE_VERSION = 1
 """Raise it when a change of kernels or decoder changes the bits of KV."""
 
 
 def identity_fields(
-    folder: Path, config: ModelConfig, layout: KvLayout, cache_dir: Path
+    folder: Path, config: ModelConfig, layout: KvLayout, weight_format: WeightFormat, cache_dir: Path
 ) -> Mapping[str, bytes | str | int]:
     """The fields that `kvtransfer.core.identity.root_hash` wants. Reads every byte of the weights once per change."""
     return {
         "key_schema": KEY_SCHEMA_VERSION,
         "weights": weights_digest(folder, cache_dir),
-        "quantization": "none",
+        "quantization": weight_format.identity,
         "tokenizer": files_digest([folder / "tokenizer.json"], cache_dir)
         if (folder / "tokenizer.json").is_file()
         else "",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.weights import PackedWeight, pack
+from kernels.weights import PackedWeight
 from workers.model.config import ModelConfig
 from workers.model.loaders import Weights
+from workers.model.matrices import load_packed
 from workers.model.tensors import layer_shapes
+from workers.model.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,11 @@ class LayerWeights:
     down: PackedWeight
 
     @property
-    def num_bytes(self) -> int:
-        return sum(w.num_bytes for w in (self.qkv, self.output, self.gate_up, self.down))
+    def matrices(self) -> tuple[PackedWeight, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
 
 
-def load_layer(config: ModelConfig, weights: Weights, layer: int) -> LayerWeights:
+def load_layer(config: ModelConfig, weights: Weights, weight_format: WeightFormat, layer: int) -> LayerWeights:
     """Read and pack one layer. Raises StartupError when a tensor is missing or has another shape."""
     prefix = f"model.layers.{layer}."
     shapes = {name.removeprefix(prefix): shape for name, shape in layer_shapes(config, layer)}
@@ -40,7 +42,8 @@ def load_layer(config: ModelConfig, weights: Weights, layer: int) -> LayerWeight
 
     def packed(*names: str, paired: bool = False) -> PackedWeight:
         biases = [get(f"{name}.bias") for name in names if f"{name}.bias" in shapes]
-        return pack([get(f"{name}.weight") for name in names], biases, paired=paired)
+        matrices = [(f"{prefix}{name}.weight", shapes[f"{name}.weight"]) for name in names]
+        return load_packed(weights, weight_format, matrices, biases, paired)
 
     qk_norm = None
     if config.qk_norm:

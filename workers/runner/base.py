@@ -28,6 +28,8 @@ class Runner(Protocol):
     eos_token_ids: tuple[int, ...]
     exact_rows: str
     """Which row counts give bit-equal rows, in words; empty when nothing was tested."""
+    weight_storage: str
+    """How the weights are kept in memory, in words."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Make the copies, compute the rows, write their KV, sample. Raises InvariantError for an impossible plan."""

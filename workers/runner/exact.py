@@ -7,25 +7,34 @@ compiler of this machine kept the promise, at the widths of the model to be serv
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from headrace.errors import StartupError
 from kernels.ops import PoolShape, Program, StepRows, Then, step_rows
-from kernels.weights import pack
+from kernels.weights import Codes, Storage, pack
 from workers.model.config import ModelConfig
+from workers.model.matrices import storage_text
 
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 16, 29)
 _KEYS = 150
+_GROUP = 16
+"""Depth that shares a scale in a trial matrix of integers; every model's widths are multiples of it."""
 _COLUMNS = 2064
 """Columns of a trial matrix, at most: the widths behind it are the same loop run more often."""
 
 
-def exact_self_test(threads: int, config: ModelConfig) -> str:
-    """Returns what was shown, in words; raises StartupError when two bits differ. Well under a second."""
+def exact_self_test(threads: int, config: ModelConfig, storages: Collection[Storage]) -> str:
+    """Returns what was shown, in words; raises StartupError when two bits differ. Well under a second.
+
+    storages: the ways in which the model's weights are kept.
+    """
     generator = torch.Generator().manual_seed(7)
     trials = sorted({1, Program(threads).threads})
     for depth in sorted({config.hidden, config.intermediate, config.heads * config.head_dim}):
-        _test_rows(trials, depth, generator)
+        for storage in storages:
+            _test_rows(trials, depth, storage, generator)
     _test_attention(trials, config, generator)
     return f"any row count, {' and '.join(map(str, trials))} threads"
 
@@ -35,11 +44,24 @@ def _require(equal: bool, what: str) -> None:
         raise StartupError(f"exact mode is not available on this machine: {what} depends on the batch or the threads")
 
 
-def _test_rows(trials: list[int], depth: int, generator: torch.Generator) -> None:
+def _trial_weight(columns: int, depth: int, storage: Storage, generator: torch.Generator) -> torch.Tensor | Codes:
+    if storage in (Storage.FLOAT32, Storage.FLOAT16, Storage.BFLOAT16):
+        return torch.randn(columns, depth, generator=generator) * 0.05
+    bits = 4 if storage is Storage.INT4_SHIFTED else 8
+    low, high = (0, 16) if bits == 4 else (-127, 128)
+    codes = torch.randint(low, high, (columns, depth), dtype=torch.int8, generator=generator)
+    groups = depth // _GROUP
+    scales = torch.rand(columns, groups, generator=generator) * 0.01
+    offsets = None if storage is Storage.INT8 else torch.randn(columns, groups, generator=generator) * 0.05
+    return Codes(codes, scales, offsets, _GROUP, bits)
+
+
+def _test_rows(trials: list[int], depth: int, storage: Storage, generator: torch.Generator) -> None:
     """GEMM, norm and SwiGLU: each count of rows, at two places, against all rows at once."""
     x = torch.randn(max(_ROWS) + 1, depth, generator=generator)
     half = min(_COLUMNS, 2 * depth) // 16 * 16
-    weight = pack([torch.randn(half, depth, generator=generator) * 0.05 for _ in range(2)], paired=True)
+    matrices = [_trial_weight(half, depth, storage, generator) for _ in range(2)]
+    weight = pack(matrices, storage=storage, paired=True)
     norm = torch.randn(depth, generator=generator)
     normed, act, wide = torch.empty_like(x), torch.empty(len(x), half), torch.empty(len(x), 2 * half)
 
@@ -59,7 +81,7 @@ def _test_rows(trials: list[int], depth: int, generator: torch.Generator) -> Non
         for rows in _ROWS:
             for offset in (0, 1):
                 equal = torch.equal(compute(program, offset, rows), whole[offset : offset + rows])
-                _require(equal, f"a product of depth {depth}")
+                _require(equal, f"a product of depth {depth} with {storage_text([storage])} weights")
 
 
 def _test_attention(trials: list[int], config: ModelConfig, generator: torch.Generator) -> None:

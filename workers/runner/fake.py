@@ -58,6 +58,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.exact_rows = "any"
+        self.weight_storage = ""
         self.step_s = step_s
         self._sleep = sleep
         self.layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype_bytes=4)

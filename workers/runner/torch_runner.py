@@ -19,6 +19,9 @@ from workers.core.plan import StepPlan, StepResult
 from workers.model.config import load_config
 from workers.model.decoder import Decoder
 from workers.model.identity import identity_fields
+from workers.model.loaders import Weights
+from workers.model.matrices import storage_text
+from workers.model.weight_format import WeightFormat
 from workers.runner.exact import exact_self_test
 from workers.runner.pool import allocate_pool, available_bytes
 from workers.runner.sample import sampling_table
@@ -43,6 +46,7 @@ class TorchRunner:
         exact: bool = False,
         max_batched_tokens: int = 512,
         max_seqs: int = 64,
+        weight_format: WeightFormat = WeightFormat.AUTO,
     ) -> None:
         """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
 
@@ -51,6 +55,7 @@ class TorchRunner:
         self.model_path = Path(model_path)
         self.config = load_config(self.model_path)
         self.exact = exact
+        self.weight_format = weight_format
         self.max_model_len = max_model_len
         self.eos_token_ids = self.config.eos_token_ids
         self.layout = KvLayout(self.config.layers, self.config.kv_heads, self.config.head_dim, block_size, _DTYPE_BYTES)
@@ -77,6 +82,7 @@ class TorchRunner:
                 self.model_path,
                 self._pool,
                 self._shape,
+                weight_format=weight_format,
                 max_positions=max_model_len,
                 max_tokens=max_batched_tokens,
                 max_sampled=max_seqs,
@@ -85,7 +91,9 @@ class TorchRunner:
         except MemoryError as error:
             raise StartupError(f"too little memory for the weights ({available_bytes():,} bytes available)") from error
         self._sampler = Sampler(c.vocab_size, threads)
-        self.exact_rows = exact_self_test(threads, c) if exact else ""
+        storages = self._decoder.storage_bytes()
+        self.weight_storage = storage_text(storages)
+        self.exact_rows = exact_self_test(threads, c, storages) if exact else ""
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step; see `Runner.run`. The plan is not changed."""
@@ -145,14 +153,14 @@ class TorchRunner:
 
     def identity_fields(self) -> Mapping[str, bytes | str | int]:
         """See `Runner.identity_fields`."""
-        return identity_fields(self.model_path, self.config, self.layout, cache_root())
+        return identity_fields(self.model_path, self.config, self.layout, self.weight_format, cache_root())
 
     def fingerprint(self) -> bytes:
         """See `Runner.fingerprint`."""
         return root_hash(self.identity_fields())
 
     def _check_weights_fit(self) -> None:
-        needed = sum(file.stat().st_size for file in self.model_path.glob("*.safetensors"))
+        needed = self.weight_format.bytes_of(Weights(self.model_path))
         free = available_bytes()
         if needed > free:
             raise StartupError(f"too little memory for the weights: {needed:,} bytes needed, {free:,} available")
