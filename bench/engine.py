@@ -178,7 +178,7 @@ def run(
             "threads": threads,
             "kv_cache_bytes": 1 << 30,
             "cluster_token": "",
-            **({"dtype": dtype} if "dtype" in WorkerSpec.model_fields else {}),
+            "weight_format": dtype,
         }
     )
     bench = Bench(torch_runner(spec), spec)

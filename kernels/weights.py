@@ -89,14 +89,34 @@ class PackedWeight:
         return self.panels.numel()
 
 
+_SLAB_BYTES = 64 << 20
+_HUGE_PAGE = 2 << 20
+_LINE = 64
+_slab: Tensor = torch.empty(0, dtype=torch.uint8)
+
+
 def huge_bytes(count: int) -> Tensor:
-    """uint8 [count], zero, in huge pages where the system gives them."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """uint8 [count], zero, 64-byte aligned, in huge pages where the system gives them.
+
+    Matrices are smaller than a huge page or end within one, so they share slabs, which live as long as any part.
+    """
+    global _slab
+    if count > _SLAB_BYTES // 4:
+        return _mapped(count)
+    if len(_slab) < count:
+        _slab = _mapped(_SLAB_BYTES)
+    piece, _slab = _slab[:count], _slab[-(-count // _LINE) * _LINE :]
+    return piece
+
+
+def _mapped(count: int) -> Tensor:
+    """Memory of its own that begins on a border of huge pages."""
+    memory = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    skip = -whole.data_ptr() % _HUGE_PAGE
+    return whole[skip : skip + count]
 
 
 def quantize_int8(weight: Tensor) -> Codes:
