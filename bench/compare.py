@@ -19,7 +19,10 @@ def run(
 
     A seed used before on the same server meets its prefix cache.
     """
-    models = {name: model_of(url) for name, url in servers.items()}
+    try:
+        models = {name: model_of(url) for name, url in servers.items()}
+    except OSError as error:
+        raise SystemExit(f"a server does not answer: {error}") from error
     rng = random.Random(seed)
     base = next(iter(servers))
     for width in concurrency:

@@ -227,15 +227,15 @@ def gemm_body(block, thread):  # type: ignore[no-untyped-def]
 
 @cfunc("void(int64, int64)", cache=True, error_model="numpy")
 def embed_body(block, thread):  # type: ignore[no-untyped-def]
-    """Arguments: ids, packed, bytes of a panel, how it is stored, group depth, out, M, K, scratch.
+    """Arguments: ids, packed, bytes of a panel, how it is stored, group depth, out, ldout, M, K, scratch.
 
     out[i] = column ids[i] of the packed matrix.
     """
-    g = carray(pointer(block), 11, np.int64)
-    packed, panel_bytes, stored, group, out, rows, depth = g[3], g[4], g[5], g[6], g[7], g[8], g[9]
+    g = carray(pointer(block), 12, np.int64)
+    packed, panel_bytes, stored, group, out, ldout, rows, depth = g[3], g[4], g[5], g[6], g[7], g[8], g[9], g[10]
     ids = carray(pointer(g[2]), rows, np.int64)
-    results = carray(pointer(out), (rows, depth), np.float32)
-    wide = g[10] + 4 * thread * SCRATCH_FLOATS
+    results = carray(pointer(out), (rows, ldout), np.float32)
+    wide = g[11] + 4 * thread * SCRATCH_FLOATS
     while True:
         r = fetch_add(block, 1)
         if r >= rows:

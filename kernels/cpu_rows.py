@@ -29,17 +29,16 @@ def _normalize(target, source, weight, count, eps):  # type: ignore[no-untyped-d
 
 @cfunc("void(int64, int64)", cache=True, error_model="numpy")
 def rms_norm_body(block, thread):  # type: ignore[no-untyped-def]
-    """Arguments: x, weight, out, rows, width, address of eps."""
-    g = carray(pointer(block), 8, np.int64)
-    x_base, weight, out_base, rows, width = g[2], g[3], g[4], g[5], g[6]
-    eps = carray(pointer(g[7]), 1, np.float32)[0]
+    """Arguments: x, ldx, weight, out, ldout, rows, width, address of eps. Strides in floats."""
+    g = carray(pointer(block), 10, np.int64)
+    x_base, ldx, weight, out_base, ldout, rows, width = g[2], g[3], g[4], g[5], g[6], g[7], g[8]
+    eps = carray(pointer(g[9]), 1, np.float32)[0]
     while True:
         first = fetch_add(block, _ROWS)
         if first >= rows:
             return
         for r in range(first, min(first + _ROWS, rows)):
-            at = 4 * r * width
-            _normalize(out_base + at, x_base + at, weight, width, eps)
+            _normalize(out_base + 4 * r * ldout, x_base + 4 * r * ldx, weight, width, eps)
 
 
 @njit(inline="always")
@@ -97,16 +96,16 @@ def rope_write_body(block, thread):  # type: ignore[no-untyped-def]
 
 @cfunc("void(int64, int64)", cache=True, error_model="numpy")
 def pick_body(block, thread):  # type: ignore[no-untyped-def]
-    """Arguments: x [*, width], row numbers, out, rows, width: out[i] = x[number i]."""
-    g = carray(pointer(block), 7, np.int64)
-    rows, width = g[5], g[6]
-    numbers = carray(pointer(g[3]), rows, np.int64)
+    """Arguments: x, ldx, row numbers, out, ldout, rows, width: out[i] = x[number i]. Strides in floats."""
+    g = carray(pointer(block), 9, np.int64)
+    ldx, ldout, rows, width = g[3], g[6], g[7], g[8]
+    numbers = carray(pointer(g[4]), rows, np.int64)
     while True:
         first = fetch_add(block, _ROWS)
         if first >= rows:
             return
         for r in range(first, min(first + _ROWS, rows)):
-            source = carray(pointer(g[2] + 4 * numbers[r] * width), width, np.float32)
-            target = carray(pointer(g[4] + 4 * r * width), width, np.float32)
+            source = carray(pointer(g[2] + 4 * numbers[r] * ldx), width, np.float32)
+            target = carray(pointer(g[5] + 4 * r * ldout), width, np.float32)
             for j in range(width):
                 target[j] = source[j]

@@ -139,9 +139,18 @@ def step_rows(
 
 def _width_of(x: Tensor, width: int, name: str) -> int:
     """Rows that the buffer x has room for."""
-    if x.dtype is not torch.float32 or x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous float32 [rows, {width}], not {x.dtype} {tuple(x.shape)}")
+    if x.dtype is not torch.float32 or x.dim() != 2 or x.shape[1] != width or (width > 1 and x.stride(1) != 1):
+        raise ValueError(f"{name} must be float32 [rows, {width}] with whole rows, not {x.dtype} {tuple(x.shape)}")
     return x.shape[0]
+
+
+def padded_stride(width: int) -> int:
+    """Floats from row to row of a buffer that products read: an odd number of cache lines.
+
+    Rows a multiple of 1 KiB apart fall into the same few sets of the first-level cache; a tile of six such rows ran at
+    half the speed (docs/benchmarks.md).
+    """
+    return (-(-width // 16) | 1) * 16
 
 
 class Then(IntEnum):
@@ -215,7 +224,7 @@ class Program:
         self._take(out, table.depth, "out", False)
         self._vocabulary = min(self._vocabulary, table.columns)
         args = [Hole.TOKEN_IDS, table.panels.data_ptr(), table.panel_bytes, table.storage, table.group]
-        args += [out.data_ptr(), Hole.TOKENS, table.depth, self._scratch.data_ptr()]
+        args += [out.data_ptr(), out.stride(0), Hole.TOKENS, table.depth, self._scratch.data_ptr()]
         self._add(cpu_gemm.embed_body, args, table, out)
 
     def pick(self, x: Tensor, out: Tensor) -> None:
@@ -223,7 +232,7 @@ class Program:
         width = x.shape[1]
         self._take(x, width, "x", False)
         self._take(out, width, "out", True)
-        args = [x.data_ptr(), Hole.PICKED, out.data_ptr(), Hole.SAMPLED, width]
+        args = [x.data_ptr(), x.stride(0), Hole.PICKED, out.data_ptr(), out.stride(0), Hole.SAMPLED, width]
         self._add(cpu_rows.pick_body, args, x, out)
 
     def linear(
@@ -236,8 +245,8 @@ class Program:
         if then is Then.SWIGLU and weight.columns % cpu_gemm.STRIP:
             raise ValueError("SwiGLU wants a paired weight")
         bias = 0 if weight.bias is None else weight.bias.data_ptr()
-        args = [x.data_ptr(), weight.depth, weight.panels.data_ptr(), weight.panel_bytes, weight.storage, weight.group]
-        args += [bias, then, out.data_ptr(), width, Hole.SAMPLED if sampled else Hole.TOKENS]
+        args = [x.data_ptr(), x.stride(0), weight.panels.data_ptr(), weight.panel_bytes, weight.storage, weight.group]
+        args += [bias, then, out.data_ptr(), out.stride(0), Hole.SAMPLED if sampled else Hole.TOKENS]
         args += [weight.depth, weight.columns, self._scratch.data_ptr()]
         self._add(cpu_gemm.gemm_body, args, x, weight, out)
 
@@ -249,8 +258,9 @@ class Program:
         if width % 16:
             raise ValueError("rms_norm wants a width that is a multiple of 16")
         number = np.array([eps], np.float32)
-        args = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), Hole.SAMPLED if sampled else Hole.TOKENS, width]
-        self._add(cpu_rows.rms_norm_body, [*args, address(number)], x, weight, out, number)
+        args = [x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0)]
+        args += [Hole.SAMPLED if sampled else Hole.TOKENS, width, address(number)]
+        self._add(cpu_rows.rms_norm_body, args, x, weight, out, number)
 
     def rope_write(
         self,
@@ -277,8 +287,9 @@ class Program:
         number = np.zeros(1, np.float32)
         if qk_norm is not None:
             q_weight, k_weight, number[0] = qk_norm[0].data_ptr(), qk_norm[1].data_ptr(), qk_norm[2]
-        args = [qkv.data_ptr(), width, Hole.TOKENS, heads, shape.kv_heads, shape.head_dim, Hole.POSITIONS, Hole.SLOTS]
-        args += [cos.data_ptr(), sin.data_ptr(), q_weight, k_weight, address(number), pool.data_ptr()]
+        args = [qkv.data_ptr(), qkv.stride(0), Hole.TOKENS, heads, shape.kv_heads, shape.head_dim]
+        args += [Hole.POSITIONS, Hole.SLOTS, cos.data_ptr(), sin.data_ptr(), q_weight, k_weight]
+        args += [address(number), pool.data_ptr()]
         args += [shape.block_floats, shape.head_floats, layer * 2 * shape.kv_floats, shape.kv_floats, shape.block_size]
         self._add(cpu_rows.rope_write_body, args, qkv, pool, cos, sin, qk_norm, number)
 
@@ -303,7 +314,7 @@ class Program:
             self._kept.append(self._scratch)
             self._scratch = torch.empty(stride * self.threads)
         number = np.array([dim**-0.5], np.float32)
-        args = [qkv.data_ptr(), width, out.data_ptr(), heads * dim, pool.data_ptr(), shape.block_floats]
+        args = [qkv.data_ptr(), qkv.stride(0), out.data_ptr(), out.stride(0), pool.data_ptr(), shape.block_floats]
         args += [shape.head_floats, layer * 2 * shape.kv_floats, shape.kv_floats, shape.block_size, shape.kv_heads]
         args += [group, dim, window, Hole.NUM_ITEMS, Hole.ITEMS, Hole.TABLES, Hole.NUM_TABLES]
         args += [self._scratch.data_ptr(), stride, max_rows, address(number)]

@@ -153,8 +153,8 @@ def _rewrite_header(folder: Path, change: Callable[[dict], object]) -> None:
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda f: (f / CODES).write_bytes((f / CODES).read_bytes()[:-9]), "codes.safetensors: truncated"),
-    "empty": (lambda f: (f / CODES).write_bytes(b""), "codes.safetensors: not a safetensors file"),
+    "cut": (lambda f: (f / CODES).write_bytes((f / CODES).read_bytes()[:-9]), "headrace.codes: truncated"),
+    "empty": (lambda f: (f / CODES).write_bytes(b""), "headrace.codes: not a safetensors file"),
     "noise": (lambda f: (f / CODES).write_bytes(b"\x10" + b"\0" * 7 + b"x" * 900), "corrupt"),
     "no scales": (lambda f: _rewrite_header(f, lambda h: h.pop(f"{NAME}.scales")), "not whole"),
     "no codes": (lambda f: _rewrite_header(f, lambda h: h.pop(f"{NAME}.codes")), "not whole"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.ops import PoolShape, Program, StepRows, Then
+from kernels.ops import PoolShape, Program, StepRows, Then, padded_stride
 from kernels.weights import Storage, huge_bytes
 from workers.model.config import ModelConfig
 from workers.model.layers import LayerWeights, load_layer
@@ -30,9 +30,10 @@ class Workspace:
     def __init__(self, config: ModelConfig, tokens: int) -> None:
         self.tokens = tokens
         widths = self._widths(config)
-        memory = huge_bytes(4 * tokens * sum(widths)).view(torch.float32)
-        parts = memory.split([tokens * width for width in widths])
-        views = [part.view(tokens, width) for part, width in zip(parts, widths, strict=True)]
+        strides = [padded_stride(width) for width in widths]
+        memory = huge_bytes(4 * tokens * sum(strides)).view(torch.float32)
+        parts = memory.split([tokens * stride for stride in strides])
+        views = [p.view(tokens, s)[:, :w] for p, s, w in zip(parts, strides, widths, strict=True)]
         self.residual, self.last_residual, self.normed, self.qkv, self.mixed, self.last_mixed, self.act = views
 
     @staticmethod
@@ -43,7 +44,7 @@ class Workspace:
 
     @classmethod
     def bytes_for(cls, config: ModelConfig, tokens: int) -> int:
-        return 4 * tokens * sum(cls._widths(config))
+        return 4 * tokens * sum(map(padded_stride, cls._widths(config)))
 
 
 class Decoder:

@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face folder: config.json, generation_config.json, tokenizer and safetensors.
 
 model.safetensors has what anybody can load: half tensors as they are, all else dequantized to float32. Beside it
-codes.safetensors has the quantized matrices as integer codes, where they stand for the same values bit for bit.
+headrace.codes has the quantized matrices as integer codes, where they stand for the same values bit for bit.
 Llama-architecture GGUF keeps the rows of Q and K permuted for interleaved RoPE; they are put back. Tensors are read and
 written one at a time, so memory stays at one tensor.
 """

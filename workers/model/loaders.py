@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CODES = "codes.safetensors"
+CODES = "headrace.codes"
 """In a folder that was made from a GGUF: its quantized matrices as integers. `NAME.codes` I8 [N, K], or U8 [N, K / 2]
 with two 4-bit codes a byte, the first in the low half; `NAME.scales`, and `NAME.offsets` where there are any, F32
-[N, K / group]. They stand for the same values as NAME in the model's own file."""
+[N, K / group]. They stand for the same values as NAME in the model's own file. Not called *.safetensors: other engines
+load every file of that name in a folder."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 """safetensors' names of the dtypes that are read and written here."""
 _FLOATS = ("F32", "F16", "BF16")
