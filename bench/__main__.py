@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     versus.add_argument("--vocab", type=int, default=40000, help="prompt ids are below this")
     bare = commands.add_parser("engine")
     bare.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    bare.add_argument("--dtype", default="float32", help="how weights are stored: auto, float32, float16, bfloat16, int8")
+    bare.add_argument("--dtype", default="float32", help="auto, float32, float16, bfloat16 or int8")
     bare.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     bare.add_argument("--prefill", type=int, default=2048, help="prompt tokens")
     bare.add_argument("--rounds", type=int, default=5)

@@ -217,8 +217,11 @@ def run(
 def _measure(trial: Trial, rounds: int, threads: int) -> None:
     ours, theirs, reads, fmas = [], [], [], []
     for turn in range(rounds + 1):
-        one = trial.ours()
-        two = trial.peer() if trial.peer else one
+        if trial.peer and turn % 2:
+            two, one = trial.peer(), trial.ours()
+        else:
+            one = trial.ours()
+            two = trial.peer() if trial.peer else one
         if turn:  # the first round warms up
             ours.append(one)
             theirs.append(two)

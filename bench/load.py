@@ -1,31 +1,33 @@
 """A closed burst of streaming completions against any OpenAI-compatible server, measured from outside.
 
-The client shares the machine with what it measures, so it does as little as it can: one event loop, raw sockets, no
-JSON but the request and the last chunk.
+The client shares the machine with what it measures, so it does as little as it can: one event loop, raw sockets, events
+counted in the bytes as they come, no JSON but the request and the last chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 600.0
+_EVENT = b"data: {"
 
 
 @dataclass(slots=True)
 class Stream:
     """One request: seconds from its start to its first and last event, gaps between, tokens by the server's count."""
 
-    first_s: float
-    last_s: float
-    gaps_s: list[float]
-    tokens: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def burst(url: str, model: str, prompts: Sequence[Sequence[int]], max_tokens: in
 
     async def all_streams() -> Burst:
         began = time.perf_counter()
-        streams = await asyncio.gather(*(_stream(url, model, prompt, max_tokens) for prompt in prompts))
+        async with asyncio.timeout(TIMEOUT_S):
+            streams = await asyncio.gather(*(_stream(url, model, prompt, max_tokens) for prompt in prompts))
         return Burst(time.perf_counter() - began, tuple(streams))
 
     return asyncio.run(all_streams())
@@ -81,41 +84,44 @@ async def _stream(url: str, model: str, prompt: Sequence[int], max_tokens: int) 
         }
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
-    began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
-    try:
-        writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-        async with asyncio.timeout(TIMEOUT_S):
-            return await _events(reader, began)
-    finally:
-        writer.close()
+    request = f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+    loop = asyncio.get_running_loop()
+    _, client = await loop.create_connection(lambda: _Client(request), parts.hostname, parts.port)
+    await client.ended
+    return client.result()
 
 
-async def _events(reader: asyncio.StreamReader, began: float) -> Stream:
-    first_s = last_s = 0.0
-    gaps: list[float] = []
-    usage = b""
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise RuntimeError(
-            f"the server answered {status.decode().strip()}: {(await reader.read(2000)).decode()[-500:]}"
-        )
-    while line := await reader.readline():
-        if not line.startswith(b"data: "):
-            continue
-        if line.startswith(b"data: [DONE]"):
-            break
-        if line.startswith(b'data: {"error"'):
-            raise RuntimeError(line.decode())
-        if b'"choices":[]' in line.replace(b" ", b""):
-            usage = line
-            continue
-        now_s = time.perf_counter() - began
-        if first_s == 0.0:
-            first_s = now_s
-        else:
-            gaps.append(now_s - last_s)
-        last_s = now_s
-    if not usage:
-        raise RuntimeError("the stream ended without usage")
-    return Stream(first_s, last_s, gaps, int(json.loads(usage[6:])["usage"]["completion_tokens"]))
+class _Client(asyncio.Protocol):
+    """Notes when bytes with an event in them arrive; reads nothing else until the end."""
+
+    def __init__(self, request: bytes) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._began = time.perf_counter()
+        self._times: list[float] = []
+        self._first = b""
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.write(self._request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        if _EVENT in data:
+            self._times.append(time.perf_counter() - self._began)
+        self._first = self._first or data
+        self._tail = (self._tail + data)[-4096:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
+
+    def result(self) -> Stream:
+        """Raises RuntimeError when this was not a stream that ended well."""
+        found = self._tail.rfind(b'"usage"')
+        if b" 200 " not in self._first[:20] or b"data: [DONE]" not in self._tail or found < 0:
+            raise RuntimeError(f"a request failed: {(self._first[:300] + self._tail[-500:]).decode(errors='replace')}")
+        start = self._tail.rindex(_EVENT, 0, found) + len(_EVENT) - 1
+        usage, _ = json.JSONDecoder().raw_decode(self._tail[start:].decode())
+        # The last event carries the usage alone.
+        times = self._times[:-1] if len(self._times) > 2 else self._times
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        return Stream(times[0], times[-1], gaps, int(usage["usage"]["completion_tokens"]))

@@ -20,13 +20,16 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit
 
-from kernels.micro import call_body, call_int, fetch_add, load_shared, pause, pointer
+from kernels.micro import call_body, call_int, call_sleep, fetch_add, load_shared, pause, pointer
 
 _WIDTH = 32
 """int64 slots of one operation: work counter, address of the body, arguments."""
 _FIRST_ARG = 2
 _SPIN_ROUNDS = 4000
-"""Looks at a barrier (some 50 us) before a waiting thread offers its core to whoever else wants it."""
+"""Looks at a barrier (some 50 us) before a waiting thread sleeps between them."""
+_SLEEP_US = 20
+"""One that is late has lost its core to another process. Only a core that falls idle fetches it over: a thread that
+yields keeps its own core busy, and both wait until the other process is done."""
 
 
 class Hole(IntEnum):
@@ -69,7 +72,7 @@ def _address_of(function: Any) -> int:
 
 _OPENMP = _openmp()
 _TEAM_SIZE = 0 if _OPENMP is None else _address_of(_OPENMP.omp_get_num_threads)
-_YIELD = _address_of(ctypes.CDLL(None).sched_yield)
+_USLEEP = _address_of(ctypes.CDLL(None).usleep)
 
 
 def has_team() -> bool:
@@ -78,31 +81,31 @@ def has_team() -> bool:
 
 
 @njit(inline="always")
-def _wait_for(counter, wanted, offer_core):  # type: ignore[no-untyped-def]
+def _wait_for(counter, wanted, usleep):  # type: ignore[no-untyped-def]
     looks = 0
     while load_shared(counter) < wanted:
         looks += 1
         if looks < _SPIN_ROUNDS:
             pause()
         else:
-            call_int(offer_core)
+            call_sleep(usleep, _SLEEP_US)
 
 
 @cfunc("void(int64)", cache=True, error_model="numpy")
 def _run_tape(header):  # type: ignore[no-untyped-def]
     """Header: thread numbers given out, arrivals at barriers, operations, their address, omp_get_num_threads (0: one
-    thread), sched_yield.
+    thread), usleep.
     """
     h = carray(pointer(header), 6, np.int64)
     thread = fetch_add(header, 1)
     team = call_int(h[4]) if h[4] != 0 else 1
-    count, operations, offer_core = h[2], h[3], h[5]
+    count, operations, usleep = h[2], h[3], h[5]
     for i in range(count):
         block = operations + 8 * _WIDTH * i
         call_body(load_shared(block + 8), block, thread)
         if team > 1:
             fetch_add(header + 8, 1)
-            _wait_for(header + 8, team * (i + 1), offer_core)
+            _wait_for(header + 8, team * (i + 1), usleep)
 
 
 class Tape:
@@ -139,7 +142,7 @@ class Tape:
             flat[places] = values[hole]
         self._operations[:, 0] = 0
         header = self._header
-        header[:] = (0, 0, len(self) if count is None else count, flat.ctypes.data, 0, _YIELD)
+        header[:] = (0, 0, len(self) if count is None else count, flat.ctypes.data, 0, _USLEEP)
         if self.threads > 1 and _OPENMP is not None:
             header[4] = _TEAM_SIZE
             _OPENMP.GOMP_parallel(self._address, header.ctypes.data, self.threads, 0)

@@ -308,6 +308,18 @@ def call_int(typingctx, function):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def call_sleep(typingctx, function, microseconds):  # type: ignore[no-untyped-def]
+    """Call usleep, the C function `int(unsigned)` at the address `function`."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(I32, [I32])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [builder.trunc(args[1], I32)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def pause(typingctx):  # type: ignore[no-untyped-def]
     """Tell the core that this is a waiting loop; nothing on machines without such an instruction."""
 

@@ -1,6 +1,9 @@
 """The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under a lock never held while
 running.
 
+What a step meant is told to the event loop only when the next one is planned: telling wakes the loop's thread, which
+then works while the kernels run without the interpreter's lock, instead of keeping that lock from the planning.
+
 Whoever changes the scheduler's state from outside takes `lock` and calls `wake()`. A broken invariant ends the process
 (DESIGN law 8): a worker that may be wrong must not go on.
 """
@@ -51,6 +54,7 @@ class Engine:
         self._step_began: float | None = None
         self._longest_step_s = 0.0
         self._stopping = False
+        self._untold: StepEvents | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -68,10 +72,11 @@ class Engine:
         self._thread.join()
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to run."""
+        """One iteration; False when there was nothing to run. Tells what the step before this one meant."""
         with self.lock:
             plan = self._scheduler.schedule(self._clock())
             started = self._scheduler.started
+        self._tell()
         if plan is None:
             return False
         if started:
@@ -84,8 +89,13 @@ class Engine:
         self.last_step_s = self._clock() - began
         self._longest_step_s = max(self._longest_step_s, self.last_step_s)
         self.steps += 1
-        self._sink.step_ended(events)
+        self._untold = events
         return True
+
+    def _tell(self) -> None:
+        events, self._untold = self._untold, None
+        if events is not None:
+            self._sink.step_ended(events)
 
     def now(self) -> float:
         return self._clock()
@@ -109,6 +119,7 @@ class Engine:
                         # Whoever changes what can run wakes the engine; the timeout only bounds a missed wake.
                         if not self._stopping:
                             self._wake.wait(timeout=0.2)
+            self._tell()
         except Exception:
             log.exception("engine_broken steps=%d", self.steps)
             os._exit(EXIT_BROKEN)

@@ -34,6 +34,9 @@ log = logging.getLogger("headrace.workers.main")
 TICK_S = 0.1
 IDLE_TICKS = 10
 """Conservation of blocks is checked once in each idle time, after this many ticks of it."""
+SWITCH_INTERVAL_S = 0.001
+"""How long the event loop's thread may keep the interpreter from an engine thread whose kernels are done, or the other
+way round. Python's own 5 ms is a twentieth of a step."""
 EXIT_HUNG = 71
 EXIT_QUARANTINE = 72
 
@@ -71,6 +74,7 @@ class Worker:
 
     async def start(self) -> WorkerReady:
         began, spec = time.monotonic(), self.spec
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         runner = await asyncio.to_thread(self._make_runner, spec)
         layout, identity = runner.layout, runner.fingerprint()
         fingerprint = identity.hex()
