@@ -39,6 +39,8 @@ _HINT_BYTES = 1024
 """How far ahead of the tile the lines are asked for at one to three rows."""
 _FEW = 3
 """Rows up to which two panels are read side by side."""
+_FEW_DEPTH = 64
+"""Depth that is widened at a time for so few rows: two panels of it leave the first-level cache to the stream."""
 _FEW_HALVES = 8
 """Rows up to which half-width weights are widened in the tile rather than once for all tiles."""
 
@@ -111,6 +113,13 @@ def _many_rows(rows, c, a, lda, b, depth, half, accumulate, hint, hint_bytes):  
                 tiles.f16_4(cc, STRIP, aa, lda, b, 2 * PANEL, 0, depth, accumulate, at, share)
             else:
                 tiles.f16_3(cc, STRIP, aa, lda, b, 2 * PANEL, 0, depth, accumulate, at, share)
+        elif count >= 4:
+            if size == 6:
+                tiles.busy_6(cc, STRIP, aa, lda, b, 4 * PANEL, 0, depth, accumulate, at, share)
+            elif size == 5:
+                tiles.busy_5(cc, STRIP, aa, lda, b, 4 * PANEL, 0, depth, accumulate, at, share)
+            else:
+                tiles.busy_4(cc, STRIP, aa, lda, b, 4 * PANEL, 0, depth, accumulate, at, share)
         elif size == 6:
             tiles.f32_6(cc, STRIP, aa, lda, b, 4 * PANEL, 0, depth, accumulate, at, share)
         elif size == 5:
@@ -152,13 +161,13 @@ def _widen(stored, target, panel, first, count, group):  # type: ignore[no-untyp
 @njit
 def _strip(stored, c, wide, a, lda, rows, weights, following, panel_bytes, depth, group, accumulate):  # type: ignore[no-untyped-def]
     """C[rows, 32] (+)= A @ the two panels at `weights`; those at `following` are read next."""
-    gap = 4 * PANEL * DEPTH_BLOCK
+    gap = 4 * PANEL * _FEW_DEPTH
     if rows <= _FEW and stored in (F32, F16):
         _few_rows(rows, c, a, lda, weights, panel_bytes, depth, stored == F16, accumulate)
         return
     if rows <= _FEW:
-        for k in range(0, depth, DEPTH_BLOCK):
-            count = min(DEPTH_BLOCK, depth - k)
+        for k in range(0, depth, _FEW_DEPTH):
+            count = min(_FEW_DEPTH, depth - k)
             _widen(stored, wide, weights, k, count, group)
             _widen(stored, wide + gap, weights + panel_bytes, k, count, group)
             _few_rows(rows, c, a + 4 * k, lda, wide, gap, count, False, accumulate or k > 0)

@@ -135,17 +135,21 @@ class Tape:
         self._operations = np.vstack((self._operations, row))
         self._filled = {hole: np.asarray(places) for hole, places in self._holes.items()}
 
-    def run(self, values: dict[Hole, int], count: int | None = None) -> None:
-        """Run the first `count` operations (all, if None). Raises KeyError for a hole without a value."""
+    def run(self, values: dict[Hole, int], count: int | None = None, threads: int | None = None) -> None:
+        """Run the first `count` operations (all, if None) on at most `threads` threads (all, if None).
+
+        Raises KeyError for a hole without a value.
+        """
+        team = self.threads if threads is None else min(threads, self.threads)
         flat = self._operations.reshape(-1)
         for hole, places in self._filled.items():
             flat[places] = values[hole]
         self._operations[:, 0] = 0
         header = self._header
         header[:] = (0, 0, len(self) if count is None else count, flat.ctypes.data, 0, _USLEEP)
-        if self.threads > 1 and _OPENMP is not None:
+        if team > 1 and _OPENMP is not None:
             header[4] = _TEAM_SIZE
-            _OPENMP.GOMP_parallel(self._address, header.ctypes.data, self.threads, 0)
+            _OPENMP.GOMP_parallel(self._address, header.ctypes.data, team, 0)
         else:
             self._run(header.ctypes.data)
 

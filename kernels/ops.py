@@ -367,6 +367,6 @@ class Sampler:
             Hole.BANNED: address(ids),
             Hole.CHOSEN: address(chosen),
         }
-        self._tape.run(values)
+        self._tape.run(values, threads=rows)
         tokens: list[int] = chosen.tolist()
         return tokens

@@ -58,10 +58,13 @@ def prefetch(builder: Any, address: Any, locality: int = 2) -> None:
     builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(locality), I32(1)])
 
 
-def _make_tile(rows: int, streams: int = 1, wide: Callable[[Any, Any], Any] = _wide_f32, ahead: bool = False) -> Any:
-    """`streams` panels of B are read side by side, `gap` bytes apart. With `ahead`, step k also asks for the cache line
-    at hint + k * hint_step (and gap bytes further).
+def _make_tile(rows: int, streams: int = 1, wide: Callable[[Any, Any], Any] = _wide_f32, ahead: int = 0) -> Any:
+    """`streams` panels of B are read side by side, `gap` bytes apart.
+
+    With `ahead`, every so many steps of the depth k also ask for the cache line at hint + k * hint_step (and gap bytes
+    further); the loop is unrolled as often.
     """
+    unroll = max(ahead, 1)
 
     @intrinsic
     def tile(typingctx, c, ldc, a, lda, b, ldb, gap, depth, accumulate, hint, hint_step):  # type: ignore[no-untyped-def]
@@ -88,12 +91,18 @@ def _make_tile(rows: int, streams: int = 1, wide: Callable[[Any, Any], Any] = _w
                 phi.add_incoming(zero, no_block)
                 initial.append(phi)
 
+            def ask_and_step(index: Any, sums: list[Any]) -> list[Any]:
+                first = builder.mul(index, I64(unroll))
+                if ahead:
+                    for start in hints:
+                        prefetch(builder, builder.add(start, builder.mul(first, hint_step)))
+                for j in range(unroll):
+                    sums = step(builder.add(first, I64(j)), sums)
+                return sums
+
             def step(index: Any, sums: list[Any]) -> list[Any]:
                 at = builder.mul(index, ldb)
                 columns = [wide(builder, builder.add(start, at)) for start in b_starts]
-                if ahead:
-                    for start in hints:
-                        prefetch(builder, builder.add(start, builder.mul(index, hint_step)))
                 offset = builder.mul(index, four)
                 new = []
                 for r in range(rows):
@@ -101,7 +110,12 @@ def _make_tile(rows: int, streams: int = 1, wide: Callable[[Any, Any], Any] = _w
                     new += [muladd(builder, scalar, columns[s], sums[r * streams + s]) for s in range(streams)]
                 return new
 
-            for value, spot in zip(loop(builder, depth, initial, step), spots, strict=True):
+            sums = loop(builder, builder.sdiv(depth, I64(unroll)), initial, ask_and_step)
+            if unroll > 1:
+                left = builder.srem(depth, I64(unroll))
+                done = builder.sub(depth, left)
+                sums = loop(builder, left, sums, lambda index, values: step(builder.add(done, index), values))
+            for value, spot in zip(sums, spots, strict=True):
                 store(builder, value, spot)
             return context.get_dummy_value()
 
@@ -118,23 +132,28 @@ plain_4 = _make_tile(4)
 plain_5 = _make_tile(5)
 plain_6 = _make_tile(6)
 
-f32_1x2 = _make_tile(1, 2, ahead=True)
-f32_2x2 = _make_tile(2, 2, ahead=True)
-f32_3x2 = _make_tile(3, 2, ahead=True)
-f32_3 = _make_tile(3, ahead=True)
-f32_4 = _make_tile(4, ahead=True)
-f32_5 = _make_tile(5, ahead=True)
-f32_6 = _make_tile(6, ahead=True)
+f32_1x2 = _make_tile(1, 2, ahead=1)
+f32_2x2 = _make_tile(2, 2, ahead=1)
+f32_3x2 = _make_tile(3, 2, ahead=1)
+f32_3 = _make_tile(3, ahead=1)
+f32_4 = _make_tile(4, ahead=1)
+f32_5 = _make_tile(5, ahead=1)
+f32_6 = _make_tile(6, ahead=1)
 
-f16_1x2 = _make_tile(1, 2, _wide_f16, ahead=True)
-f16_2x2 = _make_tile(2, 2, _wide_f16, ahead=True)
-f16_3x2 = _make_tile(3, 2, _wide_f16, ahead=True)
-f16_3 = _make_tile(3, 1, _wide_f16, ahead=True)
-f16_4 = _make_tile(4, 1, _wide_f16, ahead=True)
-f16_5 = _make_tile(5, 1, _wide_f16, ahead=True)
-f16_6 = _make_tile(6, 1, _wide_f16, ahead=True)
+busy_4 = _make_tile(4, ahead=4)
+busy_5 = _make_tile(5, ahead=4)
+busy_6 = _make_tile(6, ahead=4)
+
+f16_1x2 = _make_tile(1, 2, _wide_f16, ahead=1)
+f16_2x2 = _make_tile(2, 2, _wide_f16, ahead=1)
+f16_3x2 = _make_tile(3, 2, _wide_f16, ahead=1)
+f16_3 = _make_tile(3, 1, _wide_f16, ahead=1)
+f16_4 = _make_tile(4, 1, _wide_f16, ahead=1)
+f16_5 = _make_tile(5, 1, _wide_f16, ahead=1)
+f16_6 = _make_tile(6, 1, _wide_f16, ahead=1)
 """tile(c, ldc, a, lda, b, ldb, gap, depth, accumulate, hint, hint_step): addresses, ldb, gap and hint_step in bytes,
-ldc and lda in floats. The first number is the rows, the second the panels that are read side by side.
+ldc and lda in floats. The first number is the rows, the second the panels that are read side by side. `busy`
+tiles have company that shares the hints: one in four steps is enough.
 """
 
 
