@@ -18,8 +18,6 @@ import sys
 import time
 from importlib.metadata import version
 
-from bench import compare, engine, startup
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -54,12 +52,19 @@ def main() -> None:
     names = ("headrace", "torch", "ray", "grpcio", "numba")
     print("versions: " + ", ".join(f"{name} {version(name)}" for name in names))
     print(f"command: python -m bench {shlex.join(sys.argv[1:])}", flush=True)
+    # Each imports what it needs alone: a load client beside a server must not compile kernels first.
     if args.name == "startup":
+        from bench import startup
+
         startup.run(args.config, args.runs)
     elif args.name == "engine":
+        from bench import engine
+
         options = {key: value for key, value in vars(args).items() if key != "name"}
         engine.run(**options)
     elif args.name == "compare":
+        from bench import compare
+
         servers = dict(server.split("=", 1) for server in args.server)
         compare.run(servers, args.concurrency, args.input, args.output, args.rounds, args.vocab, args.seed)
 

@@ -158,7 +158,7 @@ async def _prepare(config: ServeConfig, backend: Backend) -> Deployment:
     """The model and Ray take seconds each: at the same time."""
     opening = asyncio.create_task(backend.open())
     try:
-        folder = await prepare.prepare_model(config.model.path)
+        folder = await prepare.prepare_model(config.model.path, kernels=True)
         facts = await asyncio.to_thread(read_model_facts, folder, config.model.weight_format)
         return resolve(config, facts, read_machine(), lambda: secrets.token_hex(16))
     finally:

@@ -1,7 +1,7 @@
 """Prepares the model, and on a new machine the compiled kernels, in a process of its own: the launcher stays free of
 torch.
 
-python -m cluster.prepare PATH [CACHE_DIR]
+python -m cluster.prepare PATH [CACHE_DIR [kernels]]
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ def check_path(path: str) -> None:
         raise StartupError(f"{path}: no such model folder or GGUF file")
 
 
-async def prepare_model(path: str) -> Path:
-    """The prepared folder. Raises StartupError with one line."""
+async def prepare_model(path: str, *, kernels: bool = False) -> Path:
+    """The prepared folder; with `kernels`, these are compiled too. Raises StartupError with one line."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "cluster.prepare",
         path,
         str(cache_root()),
+        *(["kernels"] if kernels else []),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -59,7 +60,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     # Once a machine, and here: workers that start together would all compile the same.
-    if not compiled():
+    if "kernels" in sys.argv[3:] and not compiled():
         compile_kernels()
     print(folder)
     return 0

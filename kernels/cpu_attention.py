@@ -63,7 +63,7 @@ def _transpose(target, source, dim, count):  # type: ignore[no-untyped-def]
 
 @cfunc("void(int64, int64)", cache=True, error_model="numpy")
 def attention_body(block, thread):  # type: ignore[no-untyped-def]
-    """Arguments: see `kernels.ops.PagedAttention`; addresses in bytes, strides in floats."""
+    """Arguments: see `kernels.ops.Program.attention`; addresses in bytes, strides in floats."""
     g = carray(pointer(block), 25, np.int64)
     q_base, q_stride, out_base, out_stride, pool = g[2], g[3], g[4], g[5], g[6]
     block_floats, head_floats, layer_offset, kv_floats, block_size = g[7], g[8], g[9], g[10], g[11]

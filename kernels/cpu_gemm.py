@@ -25,7 +25,7 @@ ROW_BLOCK = 96
 DEPTH_BLOCK = 256
 """Depth of a panel that stays in the first-level cache while the rows pass by. A multiple of every quantisation group
 but the one that is the whole depth."""
-SCRATCH_FLOATS = ROW_BLOCK * STRIP + 2 * DEPTH_BLOCK * PANEL
+SCRATCH_FLOATS = ROW_BLOCK * STRIP + DEPTH_BLOCK * PANEL
 """Scratch of one thread."""
 
 F32, F16, BF16, INT8, INT8_SHIFTED, INT4_SHIFTED = range(6)
@@ -38,7 +38,7 @@ STORE, ADD, SWIGLU = range(3)
 _HINT_BYTES = 1024
 """How far ahead of the tile the lines are asked for at one to three rows."""
 _FEW = 3
-"""Rows up to which two panels are read side by side."""
+"""Rows up to which two panels are read side by side. Widened integers then leave reading ahead to the machine."""
 _FEW_DEPTH = 64
 """Depth that is widened at a time for so few rows: two panels of it leave the first-level cache to the stream."""
 _FEW_HALVES = 8

@@ -1,4 +1,4 @@
-"""Row-wise CPU kernels: RMSNorm with residual, QK-norm with RoPE and KV write. A row's result depends on that row
+"""Row-wise CPU kernels: RMSNorm, QK-norm with RoPE and KV write, picking rows. A row's result depends on that row
 alone.
 """
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 
 from headrace.paths import cache_root
 
 _SPIN_ROUNDS = 3000
-_MARK = "complete"
 
 
 def _numba_cache() -> Path:
@@ -27,9 +28,18 @@ def _numba_cache() -> Path:
     return cache_root() / "numba" / digest.hexdigest()
 
 
+def _mark() -> Path:
+    """Exists when these very files have been compiled for this processor by this numba: all that numba looks at."""
+    digest = blake2b(f"{version('numba')} {platform.node()} {platform.machine()}".encode(), digest_size=6)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        stat = source.stat()
+        digest.update(f"{source} {stat.st_mtime_ns} {stat.st_size}".encode())
+    return Path(os.environ["NUMBA_CACHE_DIR"]) / f"complete-{digest.hexdigest()}"
+
+
 def compiled() -> bool:
-    """Whether these sources have been compiled on this machine before: importing `kernels.ops` is then quick."""
-    return (Path(os.environ["NUMBA_CACHE_DIR"]) / _MARK).exists()
+    """Whether importing `kernels.ops` will be quick."""
+    return _mark().exists()
 
 
 def compile_kernels() -> None:
@@ -37,7 +47,7 @@ def compile_kernels() -> None:
     import kernels.ops  # noqa: F401
 
     with contextlib.suppress(OSError):
-        (Path(os.environ["NUMBA_CACHE_DIR"]) / _MARK).touch()
+        _mark().touch()
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:

@@ -55,7 +55,8 @@ class Hole(IntEnum):
 def _openmp() -> Any | None:
     """The OpenMP runtime that torch brought, or None where there is none with GNU's entry point."""
     folders = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs"]
-    for library in (path for folder in folders for path in sorted(folder.glob("lib*omp*.so*"))):
+    names = ("libgomp*.so*", "libiomp*.so*", "libomp*.so*")
+    for library in (path for folder in folders for name in names for path in sorted(folder.glob(name))):
         try:
             runtime = ctypes.CDLL(os.fspath(library))
             runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

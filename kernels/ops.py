@@ -94,7 +94,8 @@ def step_rows(
 
     Where samples[i], the logits of its last token are wanted.
 
-    Raises ValueError on an empty row, a table too short for its row, or a block outside the pool.
+    Raises ValueError on an empty row, a table too short for its row, a block outside the pool, or columns of unequal
+    length.
     """
     size = shape.block_size
     starts, counts = np.asarray(start_pos, np.int64), np.asarray(num_tokens, np.int64)
@@ -109,6 +110,8 @@ def step_rows(
     ends = np.cumsum(counts)
     firsts = ends - counts
     total = int(ends[-1]) if len(ends) else 0
+    if len(token_ids) not in (0, total) or len(samples) not in (0, len(counts)):
+        raise ValueError(f"{len(token_ids)} token ids for {total} tokens, {len(samples)} marks for {len(counts)} rows")
     row_of = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(total) - (firsts - starts)[row_of]
     # Only blocks that the step looks at are checked: a table may end with room for later.
@@ -148,7 +151,7 @@ def padded_stride(width: int) -> int:
     """Floats from row to row of a buffer that products read: an odd number of cache lines.
 
     Rows a multiple of 1 KiB apart fall into the same few sets of the first-level cache; a tile of six such rows ran at
-    half the speed (docs/benchmarks.md).
+    half the speed (docs/decisions.md).
     """
     return (-(-width // 16) | 1) * 16
 
@@ -189,7 +192,7 @@ class Program:
     @classmethod
     def chosen(cls) -> dict[str, str]:
         """Which implementation runs each operation."""
-        return dict.fromkeys(("linear", "rms_norm", "rope_write", "attention", "swiglu"), cls.name)
+        return dict.fromkeys(("embed", "linear", "rms_norm", "rope_write", "attention", "pick", "sample"), cls.name)
 
     def run(self, rows: StepRows, count: int | None = None) -> None:
         """Run the first `count` operations (all, if None) on a step.
@@ -203,6 +206,8 @@ class Program:
             raise ValueError(f"a position is beyond the rotation table of {self._positions}")
         if len(rows.token_ids) and not 0 <= int(rows.token_ids.min()) <= int(rows.token_ids.max()) < self._vocabulary:
             raise ValueError(f"a token id is outside the vocabulary of {self._vocabulary}")
+        if self._vocabulary < 1 << 62 and len(rows.token_ids) != rows.tokens:
+            raise ValueError(f"{len(rows.token_ids)} token ids for {rows.tokens} tokens")
         if rows.tokens == 0:
             return
         values = {
@@ -348,8 +353,12 @@ class Sampler:
         token 0.
         """
         rows = _width_of(logits, self._vocab, "logits")
+        if not logits.is_contiguous():
+            raise ValueError("logits must be contiguous")
         if settings.shape != (rows, 4) or settings.dtype != np.float64 or len(banned) != rows:
             raise ValueError(f"settings must be float64 [{rows}, 4] and banned {rows} lists")
+        if ((settings[:, 0] > 0) & ~(settings[:, 2] > 0)).any():
+            raise ValueError("top_p must be above 0")
         if rows == 0:
             return []
         bans = np.zeros(rows + 1, np.int64)

@@ -7,6 +7,7 @@ translation of small pages alone would cost a tenth of it.
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -93,6 +94,7 @@ _SLAB_BYTES = 64 << 20
 _HUGE_PAGE = 2 << 20
 _LINE = 64
 _slab: Tensor = torch.empty(0, dtype=torch.uint8)
+_slab_lock = threading.Lock()
 
 
 def huge_bytes(count: int) -> Tensor:
@@ -103,9 +105,10 @@ def huge_bytes(count: int) -> Tensor:
     global _slab
     if count > _SLAB_BYTES // 4:
         return _mapped(count)
-    if len(_slab) < count:
-        _slab = _mapped(_SLAB_BYTES)
-    piece, _slab = _slab[:count], _slab[-(-count // _LINE) * _LINE :]
+    with _slab_lock:
+        if len(_slab) < count:
+            _slab = _mapped(_SLAB_BYTES)
+        piece, _slab = _slab[:count], _slab[-(-count // _LINE) * _LINE :]
     return piece
 
 
@@ -136,7 +139,7 @@ def pack(
 
     weights: float tensors, stored as `storage` (a float storage), or Codes that are all of one kind. biases: one vector
     [n_i] for each matrix, or none at all. paired: two matrices of equal shape, a multiple of 16 rows, whose panels
-    alternate (for SwiGLU). Raises ValueError when they do not fit together.
+    alternate (for SwiGLU). Raises ValueError when they do not fit together, OSError when memory is short.
     """
     depth = weights[0].shape[1]
     columns = sum(w.shape[0] for w in weights)

@@ -54,6 +54,7 @@ class Engine:
         self._step_began: float | None = None
         self._longest_step_s = 0.0
         self._stopping = False
+        self._woken = False
         self._untold: StepEvents | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -62,6 +63,7 @@ class Engine:
 
     def wake(self) -> None:
         """There may be work. The caller holds `lock`."""
+        self._woken = True
         self._wake.notify()
 
     def stop(self) -> None:
@@ -74,6 +76,7 @@ class Engine:
     def step(self) -> bool:
         """One iteration; False when there was nothing to run. Tells what the step before this one meant."""
         with self.lock:
+            self._woken = False
             plan = self._scheduler.schedule(self._clock())
             started = self._scheduler.started
         self._tell()
@@ -116,8 +119,8 @@ class Engine:
             while not self._stopping:
                 if not self.step():
                     with self.lock:
-                        # Whoever changes what can run wakes the engine; the timeout only bounds a missed wake.
-                        if not self._stopping:
+                        # Somebody may have woken it since it planned: telling lets the event loop run.
+                        if not (self._stopping or self._woken):
                             self._wake.wait(timeout=0.2)
             self._tell()
         except Exception:

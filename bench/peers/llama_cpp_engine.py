@@ -24,14 +24,17 @@ _CHUNK = 512
 
 
 def _stored(source: Path, storage: str) -> Path:
-    target = Path(tempfile.gettempdir()) / f"{source.stem}.{storage}.gguf"
+    stat = source.stat()
+    target = Path(tempfile.gettempdir()) / f"{source.stem}-{stat.st_size}-{stat.st_mtime_ns}.{storage}.gguf"
     if storage not in _FTYPES:
         return source
     if not target.exists():
         params = llama.llama_model_quantize_default_params()
         params.ftype, params.allow_requantize = _FTYPES[storage], True
-        if llama.llama_model_quantize(str(source).encode(), str(target).encode(), params):
+        partial = target.with_suffix(".partial")
+        if llama.llama_model_quantize(str(source).encode(), str(partial).encode(), params):
             raise SystemExit(f"{source}: llama.cpp cannot write it as {storage}")
+        partial.rename(target)
     return target
 
 

@@ -12,12 +12,12 @@ from collections.abc import Collection
 import torch
 
 from headrace.errors import StartupError
-from kernels.ops import PoolShape, Program, StepRows, Then, step_rows
+from kernels.ops import PoolShape, Program, StepRows, Then, padded_stride, step_rows
 from kernels.weights import Codes, Storage, pack
 from workers.model.config import ModelConfig
 from workers.model.matrices import storage_text
 
-_ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 16, 29)
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 16, 29, 97)
 _KEYS = 150
 _GROUP = 16
 """Depth that shares a scale in a trial matrix of integers; every model's widths are multiples of it."""
@@ -70,7 +70,7 @@ def _test_rows(trials: list[int], depth: int, storage: Storage, generator: torch
         program.run(StepRows(count))
         return torch.cat((wide[:count], act[:count]), dim=1)
 
-    source = torch.empty_like(x)
+    source = torch.empty(len(x), padded_stride(depth))[:, :depth]
     whole = None
     for threads in trials:
         program = Program(threads)

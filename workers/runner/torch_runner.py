@@ -27,6 +27,8 @@ from workers.runner.pool import allocate_pool, available_bytes
 from workers.runner.sample import sampling_table
 
 _DTYPE_BYTES = 4
+_LOGITS_ROWS = 64
+"""Rows of logits to begin with; a step that samples more makes the buffer grow."""
 _BLOCK_METADATA_BYTES = 256
 """What the scheduler's records of one block take, roughly."""
 
@@ -55,6 +57,7 @@ class TorchRunner:
         self.model_path = Path(model_path)
         self.config = load_config(self.model_path)
         self.exact = exact
+        self._max_batched_tokens = max_batched_tokens
         self.weight_format = weight_format
         self.max_model_len = max_model_len
         self.eos_token_ids = self.config.eos_token_ids
@@ -85,10 +88,10 @@ class TorchRunner:
                 weight_format=weight_format,
                 max_positions=max_model_len,
                 max_tokens=max_batched_tokens,
-                max_sampled=max_seqs,
+                max_sampled=min(max_seqs, _LOGITS_ROWS),
                 threads=threads,
             )
-        except MemoryError as error:
+        except (MemoryError, OSError) as error:
             raise StartupError(f"too little memory for the weights ({available_bytes():,} bytes available)") from error
         self._sampler = Sampler(c.vocab_size, threads)
         storages = self._decoder.storage_bytes()
@@ -122,7 +125,7 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Touch the pool's pages and run a prefill and a decode step, without sampling being kept."""
         self.kv_pool.fill(0)
-        tokens = min(self.layout.block_size * min(self.num_blocks, 16), self.max_model_len)
+        tokens = min(self.layout.block_size * min(self.num_blocks, 16), self.max_model_len, self._max_batched_tokens)
         table = list(range(self.layout.blocks_for(tokens)))
         for start, count in ((0, tokens - 1), (tokens - 1, 1)):
             if count:

@@ -1,0 +1,95 @@
+"""The engine thread: what it tells and when, and that no wake-up is lost between planning and waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.ids import RequestKey
+from workers.core.plan import StepEvents, StepPlan, StepResult
+from workers.engine import Engine
+
+
+class _Scheduler:
+    """Gives out as many plans as it was given work."""
+
+    def __init__(self, work: int) -> None:
+        self.work = work
+        self.calls: list[str] = []
+        self.started: list[RequestKey] = []
+
+    def schedule(self, now: float) -> StepPlan | None:
+        self.calls.append("schedule")
+        if not self.work:
+            return None
+        self.work -= 1
+        return StepPlan(0)
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
+        self.calls.append("apply")
+        return StepEvents()
+
+
+class _Runner:
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult([])
+
+
+class _Sink:
+    def __init__(self, scheduler: _Scheduler) -> None:
+        self.scheduler = scheduler
+        self.told = 0
+        self.on_told: Callable[[], None] = lambda: None
+
+    def step_began(self, keys: Sequence[RequestKey]) -> None: ...
+
+    def step_ended(self, events: StepEvents) -> None:
+        self.told += 1
+        self.scheduler.calls.append("tell")
+        self.on_told()
+
+
+def _engine(work: int) -> tuple[Engine, _Scheduler, _Sink]:
+    scheduler: Any = _Scheduler(work)
+    sink = _Sink(scheduler)
+    runner: Any = _Runner()
+    return Engine(scheduler, runner, sink), scheduler, sink
+
+
+def test_a_step_is_told_when_the_next_one_is_planned() -> None:
+    engine, scheduler, sink = _engine(2)
+    while engine.step():
+        pass
+    assert scheduler.calls == ["schedule", "apply", "schedule", "tell", "apply", "schedule", "tell"]
+    assert sink.told == 2
+
+
+def test_stopping_tells_the_last_step() -> None:
+    engine, _, sink = _engine(1_000_000)
+    engine.start()
+    while sink.told < 3:
+        time.sleep(0.001)
+    engine.stop()
+    assert sink.told == engine.steps
+
+
+def test_a_wake_while_the_last_events_are_told_is_not_lost() -> None:
+    """It comes after the scheduler had nothing to do and before the thread waits: it must not wait then."""
+    engine, scheduler, sink = _engine(1)
+    rounds, ended = 50, threading.Event()
+
+    def new_work() -> None:
+        if sink.told == rounds:
+            ended.set()
+            return
+        with engine.lock:
+            scheduler.work = 1
+            engine.wake()
+
+    sink.on_told = new_work
+    engine.start()
+    # Each lost wake-up would cost the waiting time of 0.2 s.
+    assert ended.wait(timeout=rounds * 0.1)
+    engine.stop()
