@@ -16,7 +16,7 @@ CHILD = (sys.executable, str(Path(__file__).with_name("cluster_child.py")))
 def main() -> int:
     process_backend.COMMANDS = {Kind.WORKER: CHILD, Kind.GATEWAY: CHILD}
 
-    async def folder_itself(path: str) -> Path:
+    async def folder_itself(path: str, **_: object) -> Path:
         return Path(path)
 
     prepare.prepare_model = folder_itself
