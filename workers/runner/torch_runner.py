@@ -27,6 +27,7 @@ from workers.runner.pool import allocate_pool, available_bytes
 from workers.runner.sample import sampling_table
 
 _DTYPE_BYTES = 4
+_PAGE_BYTES = 4096
 _LOGITS_ROWS = 64
 """Rows of logits to begin with; a step that samples more makes the buffer grow."""
 _BLOCK_METADATA_BYTES = 256
@@ -124,8 +125,8 @@ class TorchRunner:
 
     def warm_up(self) -> None:
         """Touch the pool's pages and run a prefill and a decode step, without sampling being kept."""
-        self.kv_pool.fill(0)
-        tokens = min(self.layout.block_size * min(self.num_blocks, 16), self.max_model_len, self._max_batched_tokens)
+        self.kv_pool[::_PAGE_BYTES] = 0  # new pages are zero: writing all of them would only do the system's work again
+        tokens = min(self.layout.block_size * min(self.num_blocks, 2), self.max_model_len, self._max_batched_tokens)
         table = list(range(self.layout.blocks_for(tokens)))
         for start, count in ((0, tokens - 1), (tokens - 1, 1)):
             if count:
