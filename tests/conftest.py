@@ -1,3 +1,10 @@
-"""OpenMP reads its settings when torch is imported, which test modules do before anything of ours."""
+"""Settings of the OpenMP team, before anybody imports torch; on a new machine the kernels, once for all processes that
+the tests start.
+"""
 
-import kernels.environment  # noqa: F401
+from kernels.environment import compile_kernels, compiled
+
+
+def pytest_sessionstart() -> None:
+    if not compiled():
+        compile_kernels()
