@@ -28,8 +28,8 @@ _FIRST_ARG = 2
 _SPIN_ROUNDS = 4000
 """Looks at a barrier (some 50 us) before a waiting thread sleeps between them."""
 _SLEEP_US = 20
-"""One that is late has lost its core to another process. Only a core that falls idle fetches it over: a thread that
-yields keeps its own core busy, and both wait until the other process is done."""
+"""One that is late has lost its core to another process. A core that falls idle can fetch its thread over; one whose
+thread only yields cannot."""
 
 
 class Hole(IntEnum):
