@@ -16,11 +16,12 @@ from headrace.core.records import FinishReason
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
 from workers.core.blocks import BlockPool
-from workers.core.limits import SchedulerSettings, banned_ids, end_reason
+from workers.core.limits import banned_ids, end_reason
 from workers.core.plan import StepEvents, StepPlan, StepResult
 from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
 from workers.core.scheduler import Scheduler
+from workers.core.settings import SchedulerSettings
 
 EOS = 0
 ROOT = b"r" * 16
@@ -37,6 +38,8 @@ def make_settings(**changes: object) -> SchedulerSettings:
         "watermark_blocks": 0,
         "max_model_len": 1_000,
         "eos_token_ids": (EOS,),
+        "policy": "decode_first",
+        "min_progress_tokens": 1,
     }
     return SchedulerSettings(**(values | changes))  # type: ignore[arg-type]
 
@@ -76,6 +79,7 @@ class ToyRunner:
 
     def __init__(self, num_blocks: int, block_size: int, vocab: int) -> None:
         self.kv = [[-1] * block_size for _ in range(num_blocks)]
+        self.host: dict[int, list[int]] = {}
         self.block_size = block_size
         self.vocab = vocab
 
@@ -88,6 +92,10 @@ class ToyRunner:
     def run(self, plan: StepPlan, truth: dict[RequestKey, list[int]]) -> StepResult:
         """`truth`: each row's own tokens, kept apart from the scheduler; the row must see exactly them."""
         at, ids = 0, []
+        for block, target in plan.swap_out:
+            self.host[target] = list(self.kv[block])
+        for source, block in plan.swap_in:
+            self.kv[block] = list(self.host[source])
         for row in range(plan.num_rows):
             start, num = plan.start_pos[row], plan.num_tokens[row]
             assert num >= 1
@@ -155,7 +163,7 @@ class World:
             ids,
             sampling,
             root,
-            output_ids=list(output),
+            resumed_ids=list(output),
             hand_off=hand_off,
             adopted=adopted,
             no_cache=no_cache,
@@ -202,7 +210,7 @@ class World:
         for key, offset, token in zip(events.token_keys, events.token_offsets, events.token_ids, strict=True):
             assert offset == len(self.delivered[key])
             self.delivered[key].append(token)
-            if len(self.seen[key].prompt_ids) + offset == len(self.truth[key]):
+            if self.seen[key].num_input + offset == len(self.truth[key]):
                 self.truth[key].append(token)
         self.ended |= dict(events.finished)
         return events

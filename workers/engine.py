@@ -38,6 +38,9 @@ class StepSink(Protocol):
 
     def step_ended(self, events: StepEvents) -> None: ...
 
+    def refused(self, refusals: Sequence[tuple[RequestKey, str]]) -> None:
+        """Requests that the scheduler has ended without a step, and why."""
+
 
 class Engine:
     """Runs steps while there is work."""
@@ -79,7 +82,10 @@ class Engine:
             self._woken = False
             plan = self._scheduler.schedule(self._clock())
             started = self._scheduler.started
+            refused, self._scheduler.refused = self._scheduler.refused, []
         self._tell()
+        if refused:
+            self._sink.refused(refused)
         if plan is None:
             return False
         if started:

@@ -139,6 +139,16 @@ class Hub:
     def step_ended(self, events: StepEvents) -> None:
         self._loop.call_soon_threadsafe(self._publish, events)
 
+    def refused(self, refusals: Sequence[tuple[RequestKey, str]]) -> None:
+        """Ended by the scheduler without a step."""
+        self._loop.call_soon_threadsafe(self._refused, list(refusals))
+
+    def _refused(self, refusals: list[tuple[RequestKey, str]]) -> None:
+        for key, reason in refusals:
+            if (entry := self._entries.get(key)) is not None:
+                self._fail(entry, REFUSAL_CODES[reason], reason, REFUSAL_TEXTS[reason])
+        self._reserve()
+
     def _started(self, keys: list[RequestKey]) -> None:
         for key in keys:
             if (entry := self._entries.get(key)) is not None:

@@ -12,13 +12,20 @@ from kvtransfer.service import Adoption
 from workers.core.request import Request
 from workers.sessions import GatewaySession
 
-REFUSAL_CODES = {"queue_full": Code.RESOURCE_EXHAUSTED, "complete": Code.FAILED_PRECONDITION}
+REFUSAL_CODES = {
+    "queue_full": Code.RESOURCE_EXHAUSTED,
+    "complete": Code.FAILED_PRECONDITION,
+    "deadline_lost": Code.DEADLINE_EXCEEDED,
+    "preempted": Code.UNAVAILABLE,
+}
 REFUSAL_TEXTS = {
     "queue_full": "the worker's queue is full",
     "too_large": "prompt + max_tokens exceed the worker's KV pool",
     "too_long": "prompt + max_tokens exceed max_model_len",
     "empty_prompt": "prompt: must not be empty",
     "complete": "nothing is left to generate",
+    "deadline_lost": "the request cannot be completed before its deadline any more",
+    "preempted": "the worker needed the room for others",
 }
 
 
@@ -48,7 +55,7 @@ def request_from(
         request_id=RequestId(body.request_id),
         attempt=body.attempt,
         prompt_ids=list(body.prompt_ids),
-        output_ids=list(body.output_ids),
+        resumed_ids=list(body.output_ids),
         sampling=SamplingParams(
             max_tokens=s.max_tokens,
             min_tokens=s.min_tokens,

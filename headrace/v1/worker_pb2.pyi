@@ -207,7 +207,7 @@ class Failed(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., code: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLedger(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "sampling_s", "hand_off_s", "decode_s", "preempted_s", "cached_tokens", "computed_tokens", "bytes_moved", "transfer_s", "lane")
+    __slots__ = ("queue_s", "prefill_s", "sampling_s", "hand_off_s", "decode_s", "preempted_s", "cached_tokens", "computed_tokens", "bytes_moved", "transfer_s", "lane", "tool_wait_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class WorkerLedger(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     sampling_s: float
@@ -230,7 +231,8 @@ class WorkerLedger(_message.Message):
     bytes_moved: int
     transfer_s: float
     lane: str
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., hand_off_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., lane: _Optional[str] = ...) -> None: ...
+    tool_wait_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., hand_off_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., lane: _Optional[str] = ..., tool_wait_s: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
     __slots__ = ("submit_seq", "waiting_requests", "waiting_tokens", "running_requests", "adopting_requests", "free_blocks", "evictable_blocks", "total_blocks", "step_age_s", "step_s")

@@ -18,7 +18,8 @@ from headrace.ids import RequestKey
 from tests.core_world import World, alone, make_settings
 from workers.core.limits import end_reason
 from workers.core.plan import StepPlan
-from workers.core.request import Request, State
+from workers.core.policies import POLICIES
+from workers.core.request import Keep, Request, State
 
 GARBAGE = -2
 ROOTS = (b"a" * 16, b"b" * 16)
@@ -42,6 +43,9 @@ class Wish:
     no_cache: bool
     root: bytes
     patience: float | None
+    priority: int
+    tenant: str
+    predicted: int
 
 
 wishes = st.builds(
@@ -55,6 +59,26 @@ wishes = st.builds(
     no_cache=st.sampled_from([False, False, False, True]),
     root=st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[1]]),
     patience=st.sampled_from([None, None, 5.0, 40.0]),
+    priority=st.sampled_from([0, 0, 1, -1]),
+    tenant=st.sampled_from(["a", "a", "b"]),
+    predicted=st.sampled_from([0, 0, 4]),
+)
+
+
+changes = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "batching": st.sampled_from(["continuous", "continuous", "continuous", "window", "static"]),
+        "chunk_mode": st.sampled_from(["fixed", "bucketed", "adaptive"]),
+        "max_decode_rows": st.sampled_from([0, 0, 1, 2]),
+        "min_prefill_share": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        "next_token_deadline_s": st.sampled_from([0.0, 2.0]),
+        "ttft_target_s": st.sampled_from([0.0, 3.0]),
+        "mlfq_quantum_tokens": st.sampled_from([1, 8]),
+        "host_blocks": st.sampled_from([0, 0, 3, 20]),
+        "min_progress_tokens": st.sampled_from([0, 1, 4]),
+        "route_when_preempted": st.booleans(),
+    }
 )
 
 
@@ -66,8 +90,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 9),
         watermark=st.integers(0, 2),
         block_size=st.sampled_from([2, 3, 4]),
+        changes=changes,
     )
-    def start(self, num_blocks: int, rows: int, spare_tokens: int, chunk: int, watermark: int, block_size: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        rows: int,
+        spare_tokens: int,
+        chunk: int,
+        watermark: int,
+        block_size: int,
+        changes: dict[str, object],
+    ) -> None:
         self.world = World(
             make_settings(
                 max_num_batched_tokens=rows + spare_tokens,
@@ -77,11 +111,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 block_size=block_size,
                 max_model_len=num_blocks * block_size,
                 max_waiting_requests=12,
+                max_decode_rows=min(rows, changes.pop("max_decode_rows", 0)),
+                **changes,
             ),
             num_blocks=num_blocks,
             vocab=24,
         )
         self.plan: StepPlan | None = None
+        self.asked: set[RequestKey] = set()
+        """Tools have added to them: no run alone to compare with."""
         self.writing: dict[RequestKey, list[int]] = {}
         """Targets of reads that were given up and are not over."""
 
@@ -106,6 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             no_cache=wish.no_cache,
             deadline=None if wish.patience is None else world.now + wish.patience,
         )
+        request.priority, request.tenant = wish.priority, wish.tenant
+        request.predicted_output_tokens = wish.predicted
         # An earlier attempt may have produced a part of the output, never its end.
         done = (
             alone(request, world.settings, world.vocab)[:-1][: wish.known]
@@ -129,6 +169,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plan = self.world.scheduler.schedule(self.world.now)
         if self.plan is None and (key := self.world.scheduler.revocable(self.world.now)) is not None:
             self.world.scheduler.finish(key, FinishReason.ERROR, self.world.now)
+        if self.plan is not None:
+            self.check_budgets(self.plan)
+
+    def check_budgets(self, plan: StepPlan) -> None:
+        settings = self.world.settings
+        assert plan.num_rows <= settings.max_num_seqs
+        assert sum(plan.num_tokens) <= settings.max_num_batched_tokens
+        assert max(plan.num_tokens[plan.num_decode_rows :], default=0) <= settings.long_prefill_token_threshold
+        assert len(set(plan.keys)) == plan.num_rows
+        targets = [block for _, block in plan.swap_in]
+        assert len(set(targets)) == len(targets)
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -144,6 +195,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.schedule()
             if self.plan is not None:
                 self.apply()
+
+    # ---- tools
+
+    @precondition(lambda self: self.decoding())
+    @rule(data=st.data(), keep=st.sampled_from(Keep))
+    def pause(self, data: st.DataObject, keep: Keep) -> None:
+        request = data.draw(st.sampled_from(self.decoding()))
+        assert self.world.scheduler.pause(request.key, keep, self.world.now)
+
+    @precondition(lambda self: self.paused())
+    @rule(data=st.data(), answer=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    def resume(self, data: st.DataObject, answer: list[int]) -> None:
+        self.answer_tool(data.draw(st.sampled_from(self.paused())), answer)
 
     # ---- adoptions
 
@@ -221,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for key in sorted(self.writing):
             self.write_late(key, True)
         # Liveness: with readers and holders that do their part, everybody ends.
-        for _ in range(2_000):
+        for _ in range(400):
             if not world.scheduler.requests:
                 break
             self.reserve()
@@ -229,15 +293,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.hand_over(request)
             for request in self.held():
                 world.scheduler.release_handed_off(request.key, world.now)
+            for request in self.paused():
+                self.answer_tool(request, [1])
+            world.now += 1.0  # a batch's window ends
             self.run_on(1)
         for request in world.seen.values():
             expected = alone(request, world.settings, world.vocab)
             got = world.delivered[request.key]
+            if request.key in self.asked:
+                expected = got
             assert got == expected[: len(got)]
             if request.finish_reason in NORMAL and request.key in world.ended:
                 assert got == expected
             ledger = request.ledger
             total = ledger.queue_s + ledger.prefill_s + ledger.sampling_s + ledger.decode_s + ledger.preempted_s
+            total += ledger.tool_wait_s
             assert request.finished_at is not None
             assert 0.0 <= total <= request.finished_at - request.accepted_at
             if not request.adopted and not request.hand_off:
@@ -277,6 +347,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def remember_targets(self, request: Request) -> None:
         if request in self.pulling():
             self.writing[request.key] = request.block_ids[request.stored_blocks :]
+
+    def answer_tool(self, request: Request, answer: list[int]) -> None:
+        room = self.world.settings.max_model_len - request.num_tokens - 1
+        if room < len(answer):
+            assert self.world.scheduler.finish(request.key, FinishReason.CANCELLED, self.world.now)
+            return
+        assert self.world.scheduler.resume(request.key, answer, self.world.now)
+        self.world.truth[request.key] += answer
+        self.asked.add(request.key)
+
+    def decoding(self) -> list[Request]:
+        return [r for r in self.alive() if r.state is State.DECODING]
+
+    def paused(self) -> list[Request]:
+        return [r for r in self.alive() if r.state is State.TOOL_WAIT]
 
     def alive(self) -> list[Request]:
         return [r for r in self.world.seen.values() if r.state is not State.FINISHED]

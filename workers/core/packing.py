@@ -7,43 +7,118 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.core.predictor import StepPredictor, StepShape
 from headrace.ids import RequestKey
-from workers.core.limits import SchedulerSettings, banned_ids
+from workers.core.batch import DecodeBatch, Ints
+from workers.core.limits import banned_ids
 from workers.core.plan import StepPlan
-from workers.core.request import Request
+from workers.core.request import HostCopy, Request, State
+from workers.core.settings import ChunkMode, SchedulerSettings
 
 
 class Packing:
-    """`plan` is valid once `rows` is not empty; decode rows must be added before prefill rows."""
+    """`plan` is valid once `num_rows` is not 0 or blocks are swapped; decode rows must be added before prefill rows.
 
-    def __init__(self, step_id: int, settings: SchedulerSettings) -> None:
+    floor_tokens: prompt tokens that decodes leave room for, the share that prefills have at least. Of a time budget
+    they have the same share, also where decodes alone use it up.
+    """
+
+    def __init__(
+        self, step_id: int, settings: SchedulerSettings, predictor: StepPredictor | None, floor_tokens: int
+    ) -> None:
         self.plan = StepPlan(step_id)
-        self.rows: dict[RequestKey, Request] = {}
+        self.decode_rows: slice | Ints = slice(0, 0)
+        self.prefills: list[Request] = []
         self.tokens_left = settings.max_num_batched_tokens
+        self.floor_left = floor_tokens
+        self.limit_s = float("inf")
+        self._decodes_s = 0.0
+        self.swapped_in: list[HostCopy] = []
         self._settings = settings
+        self._predictor = predictor
+        self._decode_context = 0
+        self._prefill_tokens = 0
+        self._prefill_context = 0
+        self._sampled = 0
 
     @property
-    def rows_left(self) -> int:
-        return self._settings.max_num_seqs - len(self.rows)
+    def num_rows(self) -> int:
+        return self.plan.num_decode_rows + len(self.prefills)
 
     @property
     def full(self) -> bool:
-        return self.tokens_left == 0 or self.rows_left == 0
+        return self.tokens_left == 0 or self.num_rows >= self._settings.max_num_seqs
 
-    def add_decode(self, request: Request) -> None:
-        self._add(request, 1)
-        self.plan.num_decode_rows += 1
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(
+            self.plan.num_decode_rows,
+            self._decode_context,
+            len(self.prefills),
+            self._prefill_tokens,
+            self._prefill_context,
+            self._sampled,
+        )
 
-    def add_prefill(self, request: Request) -> None:
-        """The next chunk: as much as is missing, allowed for one request, and left in this step."""
-        chunk = min(request.uncomputed_tokens, self._settings.long_prefill_token_threshold, self.tokens_left)
-        self._add(request, chunk)
+    def add_decodes(self, batch: DecodeBatch, rows: slice | Ints, now: float) -> None:
+        """Rows of the batch, all of which have room for one more token."""
+        plan = self.plan
+        num = batch.num_tokens[rows]
+        count = len(num)
+        if isinstance(rows, slice):
+            plan.keys, plan.sampling, plan.block_tables = batch.keys[rows], batch.sampling[rows], [*batch.tables[rows]]
+        else:
+            plan.keys = [batch.keys[i] for i in rows]
+            plan.sampling = [batch.sampling[i] for i in rows]
+            plan.block_tables = [batch.tables[i] for i in rows]
+        plan.num_tokens = [1] * count
+        plan.start_pos = (num - 1).tolist()
+        plan.token_ids = batch.last_token[rows].tolist()
+        plan.samples = [True] * count
+        plan.banned = [()] * count
+        early = num < batch.min_tokens_at[rows]
+        if early.any():
+            for i in early.nonzero()[0]:
+                row = int(i) if isinstance(rows, slice) else int(rows[i])
+                plan.banned[i] = banned_ids(batch.requests[row], self._settings)
+        plan.num_decode_rows = count
+        batch.scheduled_at[rows] = now
+        self.decode_rows = rows
+        self.tokens_left -= count
+        self._decode_context = int(num.sum())
+        self._sampled = count
+        if count and self._settings.itl_target_s and self._predictor is not None and self._predictor.ready:
+            self.limit_s = self._settings.itl_target_s
+            self._decodes_s = self._predictor.predict_s(self.shape, self._settings.itl_quantile)
 
-    def _add(self, request: Request, num_tokens: int) -> None:
+    def chunk(self, request: Request) -> int:
+        """How many tokens of the request's prefill this step may take now; 0: none."""
+        settings = self._settings
+        most = min(request.uncomputed_tokens, self.chunk_limit(), self.tokens_left)
+        if self.full or most <= 0:
+            return 0
+        if settings.chunk_mode != ChunkMode.ADAPTIVE or self._predictor is None or self.limit_s == float("inf"):
+            return most
+        shape, quantile = self.shape, settings.itl_quantile
+        share_s = self._decodes_s + settings.min_prefill_share * self.limit_s
+        return self._predictor.chunk_for(shape, request.computed_tokens, most, max(self.limit_s, share_s), quantile)
+
+    def chunk_limit(self) -> int:
+        """Longest chunk by the mode alone."""
+        settings = self._settings
+        limit = settings.long_prefill_token_threshold
+        if settings.chunk_mode == ChunkMode.BUCKETED:
+            rows = max(1, settings.max_num_seqs // 8)
+            while self.plan.num_decode_rows > rows and limit > settings.block_size:
+                limit, rows = limit // 2, rows * 2
+        return limit
+
+    def add_prefill(self, request: Request, num_tokens: int) -> None:
+        """The next chunk of a request that has its blocks."""
         plan = self.plan
         start = request.computed_tokens
         end = start + num_tokens
-        samples = end == len(request.token_ids)
+        samples = end == request.num_tokens
         plan.keys.append(request.key)
         plan.num_tokens.append(num_tokens)
         plan.start_pos.append(start)
@@ -52,8 +127,12 @@ class Packing:
         plan.samples.append(samples)
         plan.sampling.append(request.sampling)
         plan.banned.append(banned_ids(request, self._settings) if samples else ())
-        self.rows[request.key] = request
+        self.prefills.append(request)
         self.tokens_left -= num_tokens
+        self.floor_left = max(0, self.floor_left - num_tokens)
+        self._prefill_tokens += num_tokens
+        self._prefill_context += num_tokens * (start + num_tokens // 2)
+        self._sampled += samples
 
 
 @dataclass(slots=True)
@@ -61,9 +140,23 @@ class Flight:
     """The step that the runner has now."""
 
     plan: StepPlan
-    rows: dict[RequestKey, Request]
-    """In the order of the plan's rows."""
+    decode_rows: slice | Ints
+    """Places in the batch, in the order of the plan's rows."""
+    prefills: list[Request]
+    """In the order of the plan's rows after those."""
     started: list[RequestKey]
     since: float
+    shape: StepShape
+    predicted_s: float
+    """0: no prediction."""
+    swapped_in: list[HostCopy] = field(default_factory=list)
+    """Host blocks that are free when the step is over."""
     dropped: list[Request] = field(default_factory=list)
     """Ended since; the plan still names their blocks."""
+
+    def names(self, request: Request) -> bool:
+        """The plan has a row for it."""
+        if request.state is State.DECODING:
+            rows = self.decode_rows
+            return request.row < rows.stop if isinstance(rows, slice) else request.row in rows
+        return request in self.prefills

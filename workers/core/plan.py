@@ -34,8 +34,12 @@ class StepPlan:
     sampling: list[SamplingParams] = field(default_factory=list)
     banned: list[tuple[int, ...]] = field(default_factory=list)
     """Token ids that may not be sampled in this row (eos and stop ids while min_tokens is not reached)."""
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """Whole blocks to copy to host memory, (pool block, host block), before anything else."""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """Whole blocks to copy back, (host block, pool block), after those."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """Whole-block copies (source, target) to make before the step."""
+    """Whole-block copies (source, target) in the pool, after those and before the rows."""
     num_decode_rows: int = 0
 
     @property
@@ -66,7 +70,7 @@ class StepEvents:
     token_offsets: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     computed: list[RequestKey] = field(default_factory=list)
-    """Requests whose computed prefix grew: a lease on them may announce more blocks."""
+    """Requests whose prefill went on: a lease on them may announce more blocks."""
     prefilled: list[RequestKey] = field(default_factory=list)
     """hand_off requests that just sampled their first token and now hold their blocks for a reader."""
     finished: list[tuple[RequestKey, FinishReason]] = field(default_factory=list)

@@ -1,6 +1,7 @@
-"""Where every request stands: one container a state, each in arrival order, so that a replay chooses the same.
+"""Where every request stands: one container a state. `move` is the only way from one to another and goes along the
+table of `workers.core.request`.
 
-`move` is the only way from one to another and goes along the table of `workers.core.request`.
+Does not: choose. Orders are those of arrival, but for the line of waiting prefills, which is in its policy's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
+from workers.core.batch import DecodeBatch
 from workers.core.request import Request, State, advance
+from workers.core.waiting import WaitingLine
 
 
 def _arrival(request: Request) -> int:
@@ -19,104 +22,123 @@ def _arrival(request: Request) -> int:
 
 
 class Queues:
-    def __init__(self) -> None:
-        self.waiting: OrderedDict[RequestKey, Request] = OrderedDict()
+    def __init__(self, line: WaitingLine, batch: DecodeBatch) -> None:
+        self.line = line
         """Prefills that hold nothing yet."""
+        self.batch = batch
+        """Decodes."""
         self.adopting: OrderedDict[RequestKey, Request] = OrderedDict()
         """Adoptions that hold nothing yet."""
         self.preempted: list[Request] = []
         self.prefilling: list[Request] = []
-        self.decoding: list[Request] = []
         self.reserved: dict[RequestKey, Request] = {}
         """Adoptions whose blocks are being pulled."""
         self.held: dict[RequestKey, Request] = {}
         """Handed-off requests whose blocks wait for their reader."""
+        self.paused: dict[RequestKey, Request] = {}
+        """Requests whose client asks a tool; they may hold blocks, and compute nothing."""
+        self.lacking_blocks: Request | None = None
+        """The prefill that was to start in the last step planned, and found too few blocks."""
         self.waiting_tokens = 0
-        """Uncomputed tokens of `waiting` and `preempted`."""
+        """Uncomputed tokens of waiting and preempted requests."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now: float) -> None:
         """Put a request where its state belongs."""
-        home = self._home(request)
-        if isinstance(home, list):
-            insort(home, request, key=_arrival)
-        elif home is not None:
-            home[request.key] = request
-        if home is self.waiting or home is self.preempted:
+        match request.state:
+            case State.WAITING if not request.adopted:
+                self.line.add(request)
+            case State.DECODING:
+                self.batch.add(request, now)
+            case State.PREFILLING | State.PREEMPTED:
+                insort(self._list(request), request, key=_arrival)
+            case State.FINISHED:
+                return
+            case _:
+                self._dict(request)[request.key] = request
+        if self._counts(request):
             self.waiting_tokens += request.num_tokens
 
     def move(self, request: Request, to: State, now: float) -> None:
         """Raises InvariantError on an illegal edge."""
         self._take(request)
         advance(request, to, now)
-        self.add(request)
+        self.add(request, now)
 
     @property
     def num_computing(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
-
-    def next_prefill(self) -> Request | None:
-        """Preempted requests come first, then arrival order; None also when an earlier adoption waits for blocks."""
-        if self.preempted:
-            return self.preempted[0]
-        head = next(iter(self.waiting.values()), None)
-        return None if head is None or self._later_than(head, self.adopting) else head
+        return len(self.prefilling) + len(self.batch)
 
     def next_adoption(self) -> Request | None:
-        """None also when a prefill that came earlier, or any preempted request, waits for blocks."""
+        """None also when a prefill that came earlier, or any preempted request, lacks blocks."""
         head = next(iter(self.adopting.values()), None)
-        if head is None or self.preempted or self._later_than(head, self.waiting):
+        lacking = self.lacking_blocks
+        if head is None or self.preempted:
+            return None
+        if lacking is not None and lacking.state is State.WAITING and lacking.arrival < head.arrival:
             return None
         return head
 
+    def adoption_before(self, request: Request) -> bool:
+        """An adoption that came earlier waits for blocks."""
+        head = next(iter(self.adopting.values()), None)
+        return head is not None and head.arrival < request.arrival
+
     def all(self) -> Iterator[Request]:
-        for mapping in (self.waiting, self.adopting, self.reserved, self.held):
+        for mapping in (self.line.requests, self.adopting, self.reserved, self.held, self.paused):
             yield from mapping.values()
-        for row in (self.preempted, self.prefilling, self.decoding):
-            yield from row
+        yield from self.preempted
+        yield from self.prefilling
+        yield from (request for request in self.batch.requests if request.state is State.DECODING)
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless each request stands where its state says, in order, and counters agree."""
-        for request in self.all():
-            home = self._home(request)
-            if isinstance(home, list):
-                if sum(1 for other in home if other is request) != 1:
-                    raise InvariantError(f"request {request.key} is not where {request.state} belongs")
-            elif home is None or home.get(request.key) is not request:
+        seen = list(self.all())
+        if len({request.key for request in seen}) != len(seen):
+            raise InvariantError("a request stands in two places")
+        for request in seen:
+            match request.state:
+                case State.DECODING:
+                    home = self.batch.requests[request.row] is request
+                case State.PREFILLING | State.PREEMPTED:
+                    home = request in self._list(request)
+                case State.WAITING if not request.adopted:
+                    home = self.line.requests.get(request.key) is request
+                case _:
+                    home = self._dict(request).get(request.key) is request
+            if not home:
                 raise InvariantError(f"request {request.key} is not where {request.state} belongs")
-        for ordered in (list(self.waiting.values()), list(self.adopting.values())):
+        for ordered in (list(self.line.requests.values()), [*self.adopting.values()], self.preempted, self.prefilling):
             if ordered != sorted(ordered, key=_arrival):
                 raise InvariantError("a queue is out of arrival order")
-        for ordered in (self.preempted, self.prefilling, self.decoding):
-            if ordered != sorted(ordered, key=_arrival):
-                raise InvariantError("a queue is out of arrival order")
-        if self.waiting_tokens != sum(r.num_tokens for r in [*self.waiting.values(), *self.preempted]):
+        if self.waiting_tokens != sum(r.num_tokens for r in [*self.line.requests.values(), *self.preempted]):
             raise InvariantError("the count of waiting tokens is wrong")
+        self.batch.check_integrity()
 
     @staticmethod
-    def _later_than(request: Request, queue: OrderedDict[RequestKey, Request]) -> bool:
-        other = next(iter(queue.values()), None)
-        return other is not None and other.arrival < request.arrival
+    def _counts(request: Request) -> bool:
+        return request.state is State.PREEMPTED or (request.state is State.WAITING and not request.adopted)
 
-    def _home(self, request: Request) -> list[Request] | dict[RequestKey, Request] | None:
-        match request.state:
-            case State.WAITING:
-                return self.adopting if request.adopted else self.waiting
-            case State.TRANSFERRING:
-                return self.reserved if request.adopted else self.held
-            case State.PREFILLING:
-                return self.prefilling
-            case State.DECODING:
-                return self.decoding
-            case State.PREEMPTED:
-                return self.preempted
-            case _:
-                return None
+    def _list(self, request: Request) -> list[Request]:
+        return self.prefilling if request.state is State.PREFILLING else self.preempted
+
+    def _dict(self, request: Request) -> dict[RequestKey, Request]:
+        if request.state is State.TOOL_WAIT:
+            return self.paused
+        if request.state is State.WAITING:
+            return self.adopting
+        return self.reserved if request.adopted else self.held
 
     def _take(self, request: Request) -> None:
-        home = self._home(request)
-        if isinstance(home, list):
-            home.remove(request)
-        elif home is not None:
-            del home[request.key]
-        if home is self.waiting or home is self.preempted:
+        if self._counts(request):
             self.waiting_tokens -= request.num_tokens
+        match request.state:
+            case State.WAITING if not request.adopted:
+                self.line.discard(request)
+            case State.DECODING:
+                self.batch.remove(request)
+            case State.PREFILLING | State.PREEMPTED:
+                self._list(request).remove(request)
+            case State.FINISHED:
+                return
+            case _:
+                del self._dict(request)[request.key]

@@ -37,6 +37,24 @@ from headrace.sampling import SamplingParams
 from workers.core.stages import StageClock
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """KV of a request's first `num_tokens` tokens, one host block for each block of the table that it had."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+    preemption: int
+    """The preemption that made it: a copy of an earlier one is stale."""
+
+
+class Keep(StrEnum):
+    """What becomes of a request's blocks while its client runs a tool."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    DROP = "drop"
+
+
 class State(StrEnum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -73,8 +91,8 @@ class Request:
     sampling: SamplingParams
     root: bytes
     """h_0 of the block chain: model identity and tenant namespace."""
-    output_ids: list[int] = field(default_factory=list)
-    """Output so far, over all attempts; grows here."""
+    resumed_ids: list[int] = field(default_factory=list)
+    """Output of earlier attempts; `output_ids` goes on from it."""
     no_cache: bool = False
     """Neither reads nor writes the prefix cache."""
     hand_off: bool = False
@@ -84,6 +102,11 @@ class Request:
     deadline: float | None = None
     tenant: str = ""
     priority: int = 0
+    """Lower goes first."""
+    predicted_output_tokens: int = 0
+    """Output tokens that the gateway expects, from its history; 0: it knows nothing."""
+    steps_left: int = 0
+    """Further model calls that the agent's deadline must hold; 0: this is the last or the only one."""
     adapter: str = ""
     grammar: str = ""
     session: Hashable = None
@@ -94,9 +117,11 @@ class Request:
     arrival: int = field(default=0, init=False)
     """Order of acceptance on this worker."""
     token_ids: list[int] = field(init=False)
-    """prompt_ids + output_ids."""
-    computed_tokens: int = field(default=0, init=False)
-    """How many of token_ids have their KV in block_ids."""
+    """Prompt, output, and what tools have added: all in order."""
+    inserts: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """(position, count) of tokens in token_ids after the prompt that are no output."""
+    num_input: int = field(default=0, init=False)
+    """Tokens in token_ids that are no output."""
     block_ids: list[int] = field(default_factory=list, init=False)
     """Block table. Replaced, never cleared: a plan keeps reading the list that it was given."""
     block_hashes: list[bytes] = field(default_factory=list, init=False)
@@ -104,22 +129,65 @@ class Request:
     stored_blocks: int = field(default=0, init=False)
     """Leading blocks that the prefix cache was offered or gave."""
     emitted: int = field(init=False)
-    """Output tokens that StepEvents or an earlier attempt have delivered."""
+    """Output tokens that StepEvents or an earlier attempt have delivered; while decoding: all, unless `unsaid`."""
+    unsaid: bool = field(default=False, init=False)
+    """Handed-over output is still to be repeated to the client."""
     lost_tokens: int = field(default=0, init=False)
     """computed_tokens at the last preemption, the most of all: below it, a computed token is a recomputed one."""
+    preemptions: int = field(default=0, init=False)
+    preempted_at: float | None = field(default=None, init=False)
+    """While it waits to return."""
+    protected_tokens: int = field(default=0, init=False)
+    """No victim again before it has computed so many."""
+    host: HostCopy | None = field(default=None, init=False)
+    """KV that waits in host memory."""
+    tenant_index: int = field(default=0, init=False)
+    level: int = field(default=0, init=False)
+    """Of the feedback queue."""
+    row: int = field(default=-1, init=False)
+    """Place in the batch of decodes, -1 outside."""
+    priority_reason: str = field(default="arrival", init=False)
+    """Why it was last chosen before others."""
     pinned: bool = field(default=False, init=False)
     """A reader's lease is open on the blocks: not a victim."""
     accepted_at: float = field(default=0.0, init=False)
     first_scheduled_at: float | None = field(default=None, init=False)
     last_scheduled_at: float | None = field(default=None, init=False)
     first_token_at: float | None = field(default=None, init=False)
-    last_token_at: float | None = field(default=None, init=False)
     finished_at: float | None = field(default=None, init=False)
     clock: StageClock = field(default_factory=StageClock, init=False)
+    _computed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = [*self.prompt_ids, *self.output_ids]
-        self.emitted = len(self.output_ids)
+        self.token_ids = [*self.prompt_ids, *self.resumed_ids]
+        self.num_input = len(self.prompt_ids)
+        self.emitted = len(self.resumed_ids)
+
+    @property
+    def computed_tokens(self) -> int:
+        """How many of token_ids have their KV in block_ids. While decoding: all but the last."""
+        return len(self.token_ids) - 1 if self.state is State.DECODING else self._computed
+
+    @computed_tokens.setter
+    def computed_tokens(self, value: int) -> None:
+        self._computed = value
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Output so far, over all attempts. A new list; O(output)."""
+        output, start = [], len(self.prompt_ids)
+        for position, count in self.inserts:
+            output += self.token_ids[start:position]
+            start = position + count
+        return output + self.token_ids[start:]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_input
+
+    @property
+    def resumed(self) -> bool:
+        return bool(self.resumed_ids)
 
     @property
     def ledger(self) -> WorkerLedger:
@@ -134,24 +202,46 @@ class Request:
         return len(self.token_ids) - self.computed_tokens
 
     @property
+    def expected_output_tokens(self) -> int:
+        """Output tokens that are still expected: by the gateway's prediction where it has one and it still holds."""
+        most = self.sampling.max_tokens - self.num_output
+        predicted = self.predicted_output_tokens - self.num_output
+        return max(0, min(most, predicted) if predicted > 0 else most)
+
+    @property
     def reserved_output_tokens(self) -> int:
         """Output tokens that may still come."""
-        return max(0, self.sampling.max_tokens - len(self.output_ids))
+        return max(0, self.sampling.max_tokens - self.num_output)
 
     @property
     def service_tokens(self) -> int:
         """Accumulated service: tokens computed for it on this worker, recomputed ones too."""
-        return self.ledger.computed_tokens
+        return self.ledger.computed_tokens + self.computed_tokens - self._computed
+
+    def leave_batch(self) -> None:
+        """Writes down what a decoding request's columns have stood for."""
+        self.ledger.computed_tokens = self.service_tokens
+        self._computed = self.computed_tokens
+        if not self.unsaid:
+            self.emitted = self.num_output
 
     def append(self, token_id: int) -> None:
-        self.output_ids.append(token_id)
+        """One more output token."""
         self.token_ids.append(token_id)
+
+    def insert(self, token_ids: list[int]) -> None:
+        """What a tool answered: tokens to compute that are no output."""
+        self.inserts.append((len(self.token_ids), len(token_ids)))
+        self.token_ids += token_ids
+        self.num_input += len(token_ids)
 
 
 def advance(record: Request, to: State, now: float) -> None:
     """Move along an edge of TRANSITIONS; nobody else assigns a state. Raises InvariantError on any other edge."""
     if to not in TRANSITIONS[record.state]:
         raise InvariantError(f"request {record.key}: no edge {record.state} -> {to}")
+    if record.state is State.DECODING:
+        record.leave_batch()
     record.state = to
     if to is State.FINISHED:
         record.finished_at = now

@@ -28,6 +28,13 @@ class Residency:
         self.prefix_lookups = 0
         self.cached_tokens_hit = 0
 
+    def lacking(self, request: Request, spare_blocks: int) -> int:
+        """Blocks that are missing before `admit` succeeds; 0: none."""
+        matched = self._match_for(request)
+        need = self._pool.blocks_for(admission_tokens(request)) - len(matched)
+        idle = sum(1 for block in matched if self._pool.refs(block) == 0)
+        return max(0, need + idle + spare_blocks - self._pool.available_blocks)
+
     def admit(self, request: Request, spare_blocks: int) -> bool:
         """Take all blocks the request needs to start, sharing what the cache has now; False and no change when too few.
 
@@ -35,14 +42,11 @@ class Residency:
         logits; but an adoption without output yet will be handed one more token, which then is the last.
         Sets block_ids, stored_blocks and computed_tokens.
         """
-        handed_one_more = request.adopted and not request.output_ids
-        matched = self._match(request, request.num_tokens if handed_one_more else request.num_tokens - 1)
-        need = self._pool.blocks_for(admission_tokens(request)) - len(matched)
-        idle = sum(1 for block in matched if self._pool.refs(block) == 0)
-        if need + idle + spare_blocks > self._pool.available_blocks:
+        if self.lacking(request, spare_blocks):
             return False
+        matched = self._match_for(request)
         self._pool.incref(matched)
-        blocks = self._pool.alloc(need)
+        blocks = self._pool.alloc(self._pool.blocks_for(admission_tokens(request)) - len(matched))
         if blocks is None:
             raise InvariantError("blocks that were counted as available are not")
         request.block_ids = matched + blocks
@@ -54,17 +58,22 @@ class Residency:
         return True
 
     def grow(self, request: Request) -> bool:
-        """Have room for every token of the request; one more block at most. False when the pool has none."""
-        if len(request.block_ids) * self._pool.block_size >= request.num_tokens:
+        """Have room for every token of the request. False and no change when the pool has too few blocks."""
+        missing = self._pool.blocks_for(request.num_tokens) - len(request.block_ids)
+        if missing <= 0:
             return True
-        blocks = self._pool.alloc(1)
+        blocks = self._pool.alloc(missing)
         if blocks is None:
             return False
         request.block_ids.extend(blocks)
         return True
 
     def publish(self, request: Request) -> None:
-        """Offer the blocks that computed_tokens has filled to the cache. Call only once their bytes are there."""
+        """Offer the blocks that computed_tokens has filled to the cache. Call only once their bytes are there.
+
+        Prefills are offered step by step, for others that wait with the same prefix; what a decode fills is offered
+        when it leaves its blocks.
+        """
         full = request.computed_tokens // self._pool.block_size
         if request.no_cache or full <= request.stored_blocks:
             return
@@ -88,7 +97,9 @@ class Residency:
         request.stored_blocks = 0
         request.computed_tokens = 0
 
-    def _match(self, request: Request, num_tokens: int) -> list[int]:
+    def _match_for(self, request: Request) -> list[int]:
+        handed_one_more = request.adopted and not request.num_output
+        num_tokens = request.num_tokens if handed_one_more else request.num_tokens - 1
         full = num_tokens // self._pool.block_size
         if request.no_cache or full == 0:
             return []

@@ -13,33 +13,64 @@ from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from headrace.core.fairness import ServiceCounters
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
+from workers.core.batch import DecodeBatch
 from workers.core.blocks import BlockPool
-from workers.core.limits import SchedulerSettings, refusal
+from workers.core.host_blocks import HostBlocks
+from workers.core.limits import refusal
 from workers.core.packing import Flight
+from workers.core.policies import Pace, Policy
+from workers.core.preemption import Preemption
 from workers.core.prefix_cache import PrefixCache
 from workers.core.queues import Queues
-from workers.core.request import Request, State
+from workers.core.request import HostCopy, Keep, Request, State
 from workers.core.residency import Residency, quarantine_holder
+from workers.core.settings import SchedulerSettings
 from workers.core.stages import Stage
+from workers.core.waiting import WaitingLine
 
 
 class Roster:
     """See `workers.core.scheduler.Scheduler`, which is the one that workers make."""
 
-    def __init__(self, settings: SchedulerSettings, pool: BlockPool, cache: PrefixCache) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, pool: BlockPool, cache: PrefixCache, service: ServiceCounters
+    ) -> None:
         if settings.block_size != pool.block_size:
             raise InvariantError("settings and pool differ in block_size")
         self.requests: dict[RequestKey, Request] = {}
         """Everybody who holds or awaits something here; forgets a request as soon as its blocks are back."""
+        self.service = service
+        """What each tenant has received here."""
+        self.refused: list[tuple[RequestKey, str]] = []
+        """Ended here without a step, and why: deadline_lost | preempted (another worker should take it). The shell
+        empties it."""
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("preemptions", "recomputed_tokens", "swapped_out", "swapped_in", "routed", "deadline_lost", "paused"), 0
+        )
         self._settings = settings
         self._pool = pool
         self._cache = cache
         self._residency = Residency(pool, cache)
-        self._queues = Queues()
+        self._pace = Pace()
+        self._policy = Policy(settings, self._pace, service)
+        self._preemption = Preemption(settings, pool, self._pace, self._policy)
+        self._host = HostBlocks(settings.host_blocks)
+        self._batch = DecodeBatch(settings)
+        self._queues = Queues(WaitingLine(self._policy, service), self._batch)
+        self._fresh: list[Request] = []
+        """Decodes that no step has named yet."""
+        self._unsaid: list[Request] = []
+        """Decodes with handed-over output that their clients have not been told here."""
         self._flight: Flight | None = None
+        self._swap_out: list[tuple[int, int]] = []
+        self._to_offload: list[Request] = []
+        self._to_pause: list[tuple[Request, Keep]] = []
+        self._pressure = 0.0
+        """Blocks that preemptions of late have added to the margin; falls with every step."""
         self._arrivals = 0
         self._deadlines: list[tuple[float, RequestKey]] = []
 
@@ -51,7 +82,7 @@ class Roster:
             raise InvariantError(f"request {request.key} is to be adopted, not prefilled")
         queues, settings = self._queues, self._settings
         over = queues.waiting_tokens + request.num_tokens > settings.max_waiting_tokens
-        full = len(queues.waiting) >= settings.max_waiting_requests or (over and bool(queues.waiting))
+        full = len(queues.line) >= settings.max_waiting_requests or (over and bool(queues.line))
         rejected = self._accept(request, full, now)
         if rejected is None:
             request.clock.enter(Stage.QUEUE, now)
@@ -67,6 +98,8 @@ class Roster:
         """Give blocks to as many adoptions as fit, in order: `computed_tokens` of each are in blocks that it shares
         with the cache, its other tokens are to be pulled into its other blocks."""
         reserved: list[RequestKey] = []
+        if self._flight is not None and self._flight.plan.swap_out:
+            return reserved  # blocks that are free by now are still to be copied from
         while (request := self._queues.next_adoption()) is not None:
             if not self._residency.admit(request, self._spare_blocks()):
                 break
@@ -85,7 +118,7 @@ class Roster:
         request = self.requests.get(key)
         if request is None or not request.adopted or request.state is not State.TRANSFERRING:
             return False
-        known = len(request.output_ids)
+        known = request.num_output
         if list(output_ids[:known]) != request.output_ids or not output_ids:
             raise InvariantError(f"request {key}: handed-off output does not continue the known one")
         room = len(request.block_ids) * self._pool.block_size
@@ -95,7 +128,11 @@ class Roster:
             request.append(token_id)
         request.computed_tokens = num_tokens
         self._residency.publish(request)
+        request.unsaid = request.emitted < request.num_output
         self._queues.move(request, State.DECODING, now)
+        self._fresh.append(request)
+        if request.unsaid:
+            self._unsaid.append(request)
         request.clock.enter(Stage.QUEUE, now)
         return True
 
@@ -184,6 +221,7 @@ class Roster:
         known = {request.key for request in [*self._queues.all(), *dropped]}
         if known != self.requests.keys():
             raise InvariantError("a request is in no queue, or in one although it is forgotten")
+        self._host.check_integrity(self._host_copies())
         refs = Counter(block for request in self.requests.values() for block in request.block_ids)
         if any(self._pool.refs(block) != refs[block] for block in range(self._pool.num_blocks)):
             raise InvariantError("references to blocks and block tables differ")
@@ -204,8 +242,10 @@ class Roster:
         self._arrivals += 1
         request.arrival = self._arrivals
         request.accepted_at = now
+        request.tenant_index = self.service.enter(request.tenant)
+        request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request
-        self._queues.add(request)
+        self._queues.add(request, now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.key))
             if len(self._deadlines) > 2 * len(self.requests) + 64:
@@ -214,17 +254,38 @@ class Roster:
                 heapify(self._deadlines)
         return None
 
+    def _host_copies(self) -> list[HostCopy]:
+        """Everything that holds host blocks."""
+        returning = [] if self._flight is None else self._flight.swapped_in
+        return [*returning, *(r.host for r in self.requests.values() if r.host is not None)]
+
+    def _drop_copy(self, request: Request) -> None:
+        copy, request.host = request.host, None
+        if copy is not None:
+            self._host.give_back(copy)
+
     def _spare_blocks(self) -> int:
-        return self._settings.watermark_blocks if self._queues.num_computing or self._queues.reserved else 0
+        """Blocks that an admission leaves: the watermark, and what running requests are expected to grow by.
+
+        The more often somebody had to be preempted of late, the more.
+        """
+        if not (self._queues.num_computing or self._queues.reserved):
+            return 0
+        growth = self._pool.blocks_for(self._batch.growth_tokens())
+        return self._settings.watermark_blocks + growth + int(self._pressure)
 
     def _end(self, request: Request, reason: FinishReason, now: float, quarantined: Sequence[int] = ()) -> None:
+        in_flight = self._flight is not None and self._flight.names(request)
         self._queues.move(request, State.FINISHED, now)
         request.finish_reason = reason
-        if self._flight is not None and request.key in self._flight.rows:
+        if in_flight and self._flight is not None:
             self._flight.dropped.append(request)
         else:
             self._forget(request, quarantined)
 
     def _forget(self, request: Request, quarantined: Sequence[int] = ()) -> None:
+        self._residency.publish(request)
         self._residency.release(request, quarantined)
+        self._drop_copy(request)
+        self.service.leave(request.tenant_index)
         del self.requests[request.key]

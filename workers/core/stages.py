@@ -3,10 +3,11 @@
     not adopted:  queue -> prefill -> (sampling) -> decode       first token of a hand_off request: the clock stops
     adopted:      (stopped until activated) -> queue -> decode
     any stage after queue -> preempted -> back to the stage that it left
+    decode -> tool_wait -> queue
 
 Identity, kept by construction (a stage ends at the instant at which the next one begins):
 
-    queue_s + prefill_s + sampling_s + decode_s + preempted_s = stop - start
+    queue_s + prefill_s + sampling_s + decode_s + preempted_s + tool_wait_s = stop - start
         start: accepted, or activated when adopted
         stop:  end of the request here, or first token of a hand_off request
 
@@ -29,6 +30,7 @@ class Stage(StrEnum):
     PREFILL = "prefill_s"
     DECODE = "decode_s"
     PREEMPTED = "preempted_s"
+    TOOL_WAIT = "tool_wait_s"
 
 
 @dataclass(slots=True)

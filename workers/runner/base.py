@@ -32,7 +32,10 @@ class Runner(Protocol):
     """How the weights are kept in memory, in words."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Make the copies, compute the rows, write their KV, sample. Raises InvariantError for an impossible plan."""
+        """Copy to and from the host, make the copies, compute the rows, write their KV, sample.
+
+        Raises InvariantError for an impossible plan.
+        """
         ...
 
     def warm_up(self) -> None:

@@ -66,9 +66,14 @@ class FakeRunner:
         # [block, token | position, slot]: the k part holds the token, the v part its position.
         self._log = self.kv_pool.view(np.int32).reshape(num_blocks, 2, block_size)
         self._log[:] = -1
+        self._host: dict[int, np.ndarray] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step; see `Runner.run`."""
+        for block, target in plan.swap_out:
+            self._host[target] = self._log[block].copy()
+        for source, block in plan.swap_in:
+            self._log[block] = self._host[source]
         for source, target in plan.copies:
             self._log[target] = self._log[source]
         if self.step_s:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.errors import InvariantError, StartupError
@@ -50,8 +51,11 @@ class TorchRunner:
         max_batched_tokens: int = 512,
         max_seqs: int = 64,
         weight_format: WeightFormat = WeightFormat.AUTO,
+        host_blocks: int = 0,
     ) -> None:
         """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
+
+        host_blocks: blocks kept beside the pool for preempted requests; their pages are taken when first used.
 
         Raises StartupError, one line, for everything that keeps the model from being served.
         """
@@ -79,6 +83,7 @@ class TorchRunner:
         self.kv_pool = allocate_pool(self.num_blocks * self.layout.block_bytes)
         self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
         self._blocks = self.kv_pool.reshape(self.num_blocks, self.layout.block_bytes)
+        self._host = np.empty((host_blocks, self.layout.block_bytes), np.uint8)
         self._check_weights_fit()
         try:
             self._decoder = Decoder(
@@ -102,6 +107,10 @@ class TorchRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """One step; see `Runner.run`. The plan is not changed."""
         begin = time.perf_counter()
+        for block, target in plan.swap_out:
+            self._host[target] = self._blocks[block]
+        for source, block in plan.swap_in:
+            self._blocks[block] = self._host[source]
         for source, target in plan.copies:
             self._blocks[target] = self._blocks[source]
         if not plan.keys:
@@ -148,6 +157,7 @@ class TorchRunner:
         """Bytes by use (C1)."""
         return self._decoder.memory_plan() | {
             "kv": self.kv_pool.nbytes,
+            "host_kv": self._host.nbytes,
             "block_metadata": self.num_blocks * _BLOCK_METADATA_BYTES,
         }
 

@@ -1,0 +1,178 @@
+"""The decoding requests as columns: what each step changes of a row is changed for all rows at once.
+
+A row is a place in dense arrays; the last row moves into a place that is left. While a step is on its way rows keep
+their places: who leaves then is dead, and goes when the step is over.
+
+    a decoding request has computed all its tokens but the last, so that three numbers make its row of the next step:
+    num_tokens, last_token and its block table
+
+Does not: allocate blocks, choose rows, or know what a token means to a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headrace.core.records import FinishReason
+from headrace.errors import InvariantError
+from headrace.ids import RequestKey
+from headrace.sampling import SamplingParams
+from workers.core.request import Request
+from workers.core.settings import SchedulerSettings
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+_COLUMNS = ("num_tokens", "capacity", "last_token", "num_input", "min_tokens_at", "ends_at", "expected_at", "tenant",
+            "scheduled_at", "stops_on_eos")  # fmt: skip
+
+
+class DecodeBatch:
+    """Columns are valid up to `len(self)`; only this class writes them, but `capacity` and `scheduled_at`."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._frozen = False
+        self._dead: list[Request] = []
+        self._num_with_stops = 0
+        self.requests: list[Request] = []
+        self.keys: list[RequestKey] = []
+        self.tables: list[list[int]] = []
+        self.sampling: list[SamplingParams] = []
+        self._appends: list[Callable[[int], None]] = []
+        size = 64
+        self.num_tokens: Ints = np.zeros(size, np.int64)
+        self.capacity: Ints = np.zeros(size, np.int64)
+        """Tokens that the block table has room for."""
+        self.last_token: Ints = np.zeros(size, np.int64)
+        self.num_input: Ints = np.zeros(size, np.int64)
+        self.min_tokens_at: Ints = np.zeros(size, np.int64)
+        """num_tokens up to which nothing may end the request."""
+        self.ends_at: Ints = np.zeros(size, np.int64)
+        """num_tokens at which it ends by length."""
+        self.expected_at: Ints = np.zeros(size, np.int64)
+        """num_tokens at which the gateway's history expects it to end; num_tokens itself where it knows nothing."""
+        self.tenant: Ints = np.zeros(size, np.int64)
+        self.scheduled_at: Floats = np.zeros(size)
+        """When its last row was planned."""
+        self.stops_on_eos: Bools = np.zeros(size, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request, now: float) -> None:
+        """A request that has just become a decode: all its tokens but the last are computed."""
+        row = len(self.requests)
+        if row == len(self.num_tokens):
+            for name in _COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+        sampling = request.sampling
+        request.row = row
+        self.requests.append(request)
+        self.keys.append(request.key)
+        self.tables.append(request.block_ids)
+        self.sampling.append(sampling)
+        self._appends.append(request.token_ids.append)
+        self._num_with_stops += bool(sampling.stop_token_ids)
+        self.num_tokens[row] = request.num_tokens
+        self.capacity[row] = len(request.block_ids) * self._settings.block_size
+        self.last_token[row] = request.token_ids[-1]
+        self.num_input[row] = request.num_input
+        self.min_tokens_at[row] = request.num_input + sampling.min_tokens
+        self.ends_at[row] = min(request.num_input + sampling.max_tokens, self._settings.max_model_len)
+        known = request.expected_output_tokens if request.predicted_output_tokens else 0
+        self.expected_at[row] = request.num_tokens + known
+        self.tenant[row] = request.tenant_index
+        self.scheduled_at[row] = now
+        self.stops_on_eos[row] = not sampling.ignore_eos
+
+    def remove(self, request: Request) -> None:
+        """Its last step is planned; while that is on its way the row stays, dead."""
+        if self._frozen:
+            self._dead.append(request)
+            return
+        row, last = request.row, len(self.requests) - 1
+        request.last_scheduled_at = float(self.scheduled_at[row])
+        request.row = -1
+        self._num_with_stops -= bool(request.sampling.stop_token_ids)
+        columns: tuple[list[Any], ...] = (self.requests, self.keys, self.tables, self.sampling, self._appends)
+        for column in columns:
+            tail = column.pop()
+            if row != last:
+                column[row] = tail
+        if row != last:
+            self.requests[row].row = row
+            for name in _COLUMNS:
+                values = getattr(self, name)
+                values[row] = values[last]
+
+    def freeze(self) -> None:
+        """A step is on its way: rows keep their places until `thaw`."""
+        self._frozen = True
+
+    def thaw(self) -> None:
+        self._frozen = False
+        dead, self._dead = self._dead, []
+        for request in dead:
+            self.remove(request)
+
+    def dead_rows(self) -> list[int]:
+        """Rows that ended since the freeze."""
+        return [request.row for request in self._dead]
+
+    def take_in(self, rows: slice | Ints, tokens: list[int]) -> Ints:
+        """The rows' next tokens (all rows alive). Returns their numbers of output tokens before."""
+        chosen = self._appends[rows] if isinstance(rows, slice) else [self._appends[i] for i in rows]
+        for append, token in zip(chosen, tokens, strict=True):
+            append(token)
+        before = self.num_tokens[rows]
+        offsets: Ints = before - self.num_input[rows]
+        self.num_tokens[rows] = before + 1
+        self.last_token[rows] = tokens
+        return offsets
+
+    def ended(self, rows: slice | Ints) -> list[tuple[Request, FinishReason]]:
+        """Which of the rows end with their last token, and why: the rule of `limits.end_reason`, for all at once."""
+        num = self.num_tokens[rows]
+        over = num >= self.ends_at[rows]
+        ripe = num > self.min_tokens_at[rows]
+        last = self.last_token[rows]
+        eos = np.zeros_like(over)
+        for token_id in self._settings.eos_token_ids:
+            eos |= last == token_id
+        eos &= ripe & self.stops_on_eos[rows]
+        chosen = self.requests[rows] if isinstance(rows, slice) else [self.requests[i] for i in rows]
+        stopped: list[int] = []
+        if self._num_with_stops:
+            stopped = [
+                i for i, r in enumerate(chosen) if ripe[i] and not eos[i] and last[i] in r.sampling.stop_token_ids
+            ]
+        if not (stopped or over.any() or eos.any()):
+            return []
+        reasons = {int(i): FinishReason.LENGTH for i in np.flatnonzero(over)}
+        reasons |= {i: FinishReason.STOP for i in stopped}
+        reasons |= {int(i): FinishReason.EOS for i in np.flatnonzero(eos)}
+        return [(chosen[i], reasons[i]) for i in sorted(reasons)]
+
+    def growth_tokens(self) -> int:
+        """Tokens that the rows are still expected to grow by."""
+        n = len(self.requests)
+        return int(np.maximum(self.expected_at[:n] - self.num_tokens[:n], 0).sum())
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError unless the columns say what the requests say."""
+        for row, request in enumerate(self.requests):
+            if request.row != row or self.keys[row] != request.key:
+                raise InvariantError(f"row {row} of the batch is not its request's")
+            if request in self._dead:
+                continue
+            room = len(request.block_ids) * self._settings.block_size
+            if self.tables[row] is not request.block_ids or self.capacity[row] != room:
+                raise InvariantError(f"request {request.key}: the batch has another block table")
+            if self.num_tokens[row] != request.num_tokens or self.last_token[row] != request.token_ids[-1]:
+                raise InvariantError(f"request {request.key}: the batch has other tokens")

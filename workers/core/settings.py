@@ -1,0 +1,114 @@
+"""The numbers a scheduler obeys. Pools have their own, so that prefill, decode and colocated workers differ by data
+alone (SPEC B12). Made by `cluster.config`, checked here, read everywhere in `workers.core`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Batching(StrEnum):
+    """When new requests may join (scheduler article, section 2)."""
+
+    CONTINUOUS = "continuous"
+    """Before every step."""
+    WINDOW = "window"
+    """When all of the last batch have ended, after `batch_window_s` of waiting or with a full batch."""
+    STATIC = "static"
+    """When all of the last batch have ended and a full batch waits (or nothing came for ten windows)."""
+
+
+class ChunkMode(StrEnum):
+    """How long the pieces of a prompt are (SPEC B2)."""
+
+    FIXED = "fixed"
+    """`long_prefill_token_threshold` tokens."""
+    BUCKETED = "bucketed"
+    """Halved with each doubling of decode rows above an eighth of `max_num_seqs`."""
+    ADAPTIVE = "adaptive"
+    """As many as the step's predicted time allows; fixed while there is no prediction or no decode to protect."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Raises ValueError when a step could have room for decodes alone, or none at all, or a number makes no sense."""
+
+    max_num_batched_tokens: int
+    """Tokens computed in one step."""
+    max_num_seqs: int
+    """Rows in one step, and requests that compute here at the same time."""
+    long_prefill_token_threshold: int
+    """Most prompt tokens of one request in one step."""
+    block_size: int
+    max_waiting_requests: int
+    """Bound of the queue of prefills, and of the queue of adoptions."""
+    max_waiting_tokens: int
+    """Bound of uncomputed tokens in the queue of prefills; a single request may be longer."""
+    watermark_blocks: int
+    """Blocks left available at an admission while others run, so that their next growth preempts nobody."""
+    max_model_len: int
+    """Longest prompt + output, in tokens."""
+    eos_token_ids: tuple[int, ...]
+
+    batching: str = Batching.CONTINUOUS
+    batch_window_s: float = 0.05
+    policy: str = "slo_fair"
+    """A name of `workers.core.policies.POLICIES`."""
+    chunk_mode: str = ChunkMode.ADAPTIVE
+    itl_target_s: float = 0.0
+    """Time budget of a step with decode rows; 0: tokens are the only budget."""
+    itl_quantile: float = 0.95
+    """Share of steps that should stay inside the time budget: the predictor's residual quantile that is used."""
+
+    max_decode_rows: int = 0
+    """Decode rows in one step, the rest takes turns; 0: as many as there are rows."""
+    min_prefill_share: float = 0.1
+    """Share of a step's tokens that prefills get while they wait, however many decodes there are."""
+    next_token_deadline_s: float = 1.0
+    """A decode that has not been in a step for so long goes before prefills and other decodes; 0: never."""
+    age_boost_ms_per_s: float = 100.0
+    """Priority that a second of waiting adds."""
+    ttft_target_s: float = 2.0
+    """First token due after arrival; urgency grows as it comes near. 0: no such target."""
+    urgency_horizon_s: float = 1.0
+    """Slack below which a deadline adds to the priority, a millisecond for each that is missing."""
+    nearly_complete_boost_ms: float = 500.0
+    """Added to a started prefill whose last chunk is next."""
+    class_weight_ms: float = 1000.0
+    """Priority that one step of `priority` is worth."""
+    mlfq_quantum_tokens: int = 512
+    """Service after which a request falls one level; each level's quantum is twice the one above."""
+    fairness_weight_ms: float = 1.0
+    """Priority lost for each unit of service that the tenant is ahead of the one furthest behind."""
+    lost_deadline: str = "reject"
+    """What becomes of a waiting request that cannot meet its deadline any more: reject | best_effort."""
+
+    host_blocks: int = 0
+    """Blocks of host memory for preempted requests; 0: preempted KV is always recomputed."""
+    host_copy_block_s: float = 0.0
+    """Seconds to copy one block to the host, or back."""
+    min_progress_tokens: int = 16
+    """Tokens a request computes after a preemption before it may be preempted again."""
+    nearly_finished_bonus_ms: float = 500.0
+    """What keeps a request from being preempted whose output is almost complete, at most."""
+    deadline_penalty_ms: float = 2000.0
+    """What keeps a request from being preempted that would miss its deadline for it."""
+    route_when_preempted: bool = False
+    """There are other workers of this role: a victim that has received little goes there instead of waiting here."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.long_prefill_token_threshold, self.block_size) < 1:
+            raise ValueError("max_num_seqs, long_prefill_token_threshold and block_size must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+        if not 0 <= self.max_decode_rows <= self.max_num_seqs:
+            raise ValueError("max_decode_rows must be from 0 to max_num_seqs")
+        if not 0.0 <= self.min_prefill_share <= 1.0:
+            raise ValueError("min_prefill_share must be from 0 to 1")
+        if not 0.0 < self.itl_quantile < 1.0:
+            raise ValueError("itl_quantile must be between 0 and 1")
+        if self.lost_deadline not in ("reject", "best_effort"):
+            raise ValueError("lost_deadline must be reject or best_effort")
+        Batching(self.batching)
+        ChunkMode(self.chunk_mode)

@@ -1,0 +1,169 @@
+"""Who gives blocks up for a while: preempted for others, or waiting for a tool that its client runs.
+
+    preempted   back in line, by the cheapest way: blocks dropped and computed again, or copied to the host and back, or
+                the request ends here and another worker takes it (`refused`)
+    TOOL_WAIT   no step names it; `Keep` says what becomes of its blocks. Under pressure its blocks go first, its state
+                does not change. It comes back with the tool's tokens: a prefill of what is new
+
+Copies to the host are part of the next step, before it writes anything: until that step is over nobody outside it gets
+blocks (`Roster.reserve_adoptions`). A request that is to pause while a step names it pauses when that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.core.records import FinishReason
+from headrace.errors import InvariantError
+from headrace.ids import RequestKey
+from workers.core.packing import Packing
+from workers.core.preemption import Way
+from workers.core.request import HostCopy, Keep, Request, State
+from workers.core.roster import Roster
+from workers.core.stages import Stage
+
+_EASE = 0.1
+_PRESSURE_FALL = 0.99
+
+
+class Suspension(Roster):
+    """See `workers.core.scheduler.Scheduler`, which is the one that workers make."""
+
+    _pause_s = 0.0
+    """How long preempted requests waited for their return, a running average."""
+
+    # ---- tools
+
+    def pause(self, key: RequestKey, keep: Keep, now: float) -> bool:
+        """The request's client runs a tool: nothing is computed until `resume`. False when it does not decode here."""
+        request = self.requests.get(key)
+        if request is None or request.state is not State.DECODING:
+            return False
+        if self._flight is not None and self._flight.names(request):
+            self._to_pause.append((request, keep))
+        else:
+            self._pause(request, keep, now)
+        return True
+
+    def resume(self, key: RequestKey, token_ids: Sequence[int], now: float) -> bool:
+        """The tool has answered with `token_ids`, which are input. False when the request is gone or not paused.
+
+        Raises InvariantError when nothing is appended and nothing was left to compute.
+        """
+        request = self.requests.get(key)
+        if request is None:
+            return False
+        self._to_pause = [(r, keep) for r, keep in self._to_pause if r is not request]
+        if request.state is not State.TOOL_WAIT:
+            return False
+        request.insert(list(token_ids))
+        request.clock.enter(Stage.QUEUE, now)
+        fits = self._queues.num_computing < self._settings.max_num_seqs and bool(request.block_ids)
+        if fits and request not in self._to_offload and self._residency.grow(request):
+            self._queues.move(request, State.PREFILLING, now)
+            return True
+        if request in self._to_offload:
+            self._to_offload.remove(request)
+        self._residency.publish(request)
+        self._residency.release(request)
+        self._queues.move(request, State.PREEMPTED, now)
+        return True
+
+    def _pause_wanted(self, now: float) -> None:
+        wanted, self._to_pause = self._to_pause, []
+        for request, keep in wanted:
+            if request.state is State.DECODING:
+                self._pause(request, keep, now)
+
+    def _pause(self, request: Request, keep: Keep, now: float) -> None:
+        self.counters["paused"] += 1
+        self._queues.move(request, State.TOOL_WAIT, now)
+        request.clock.enter(Stage.TOOL_WAIT, now)
+        if keep is Keep.OFFLOAD:
+            self._to_offload.append(request)
+        elif keep is Keep.DROP:
+            self._residency.publish(request)
+            self._residency.release(request)
+
+    # ---- preemption
+
+    def _preempt(self, request: Request, now: float) -> None:
+        """Takes the request's blocks; it stays in line, or leaves when another worker does it sooner."""
+        if request.state is State.TOOL_WAIT:
+            self._vacate(request)
+            return
+        restore = self._preemption.restore(request, self._host.free_blocks, self._pause_s)
+        if restore.way is Way.ROUTE:
+            self.counters["routed"] += 1
+            self.refused.append((request.key, "preempted"))
+            self._end(request, FinishReason.ERROR, now)
+            return
+        request.preemptions += 1
+        request.preempted_at = now
+        self.counters["preemptions"] += 1
+        self._pressure += len(request.block_ids) / 8
+        if restore.way is not Way.SWAP or not self._copy_out(request):
+            request.lost_tokens = max(request.lost_tokens, request.computed_tokens)
+        self._queues.move(request, State.PREEMPTED, now)
+        self._residency.publish(request)
+        self._residency.release(request)
+        request.clock.enter(Stage.PREEMPTED, now)
+
+    def _vacate(self, request: Request) -> None:
+        """A paused request's blocks are needed: to the host where there is room, else dropped."""
+        if request in self._to_offload:
+            self._to_offload.remove(request)
+        self._copy_out(request)
+        self._residency.publish(request)
+        self._residency.release(request)
+
+    def _copy_out(self, request: Request) -> bool:
+        """Plans the copy of all computed blocks to the host, before the next step writes. False without room."""
+        if request.host is not None:
+            self._drop_copy(request)
+        table = request.block_ids[: self._pool.blocks_for(request.computed_tokens)]
+        copy = self._host.take(request, len(table), request.computed_tokens) if table else None
+        if copy is None:
+            return False
+        request.host = copy
+        self._swap_out += zip(table, copy.blocks, strict=True)
+        self.counters["swapped_out"] += 1
+        return True
+
+    def _take_swap_out(self) -> list[tuple[int, int]]:
+        """Copies for the step that is planned now; paused requests that are to be offloaded give their blocks up."""
+        waiting, self._to_offload = self._to_offload, []
+        for request in waiting:
+            if request.state is State.TOOL_WAIT and request.block_ids:
+                self._vacate(request)
+        self._pressure *= _PRESSURE_FALL
+        pairs, self._swap_out = self._swap_out, []
+        return pairs
+
+    # ---- return
+
+    def _valid_copy(self, request: Request) -> HostCopy | None:
+        """The host copy of the request's last preemption; a stale one is dropped, and its KV computed again."""
+        copy = request.host
+        if copy is not None and (copy.preemption != request.preemptions or copy.num_tokens > request.num_tokens):
+            self._drop_copy(request)
+            return None
+        return copy
+
+    def _swap_in(self, packing: Packing, request: Request, copy: HostCopy) -> None:
+        """Blocks that the cache did not give come from the host; the rest of the prefill starts behind them."""
+        matched = request.computed_tokens // self._settings.block_size
+        if request.computed_tokens % self._settings.block_size:
+            raise InvariantError(f"request {request.key}: the cache gave a part of a block")
+        packing.plan.swap_in += list(zip(copy.blocks[matched:], request.block_ids[matched:], strict=False))
+        packing.swapped_in.append(copy)
+        request.host = None
+        request.computed_tokens = max(request.computed_tokens, min(copy.num_tokens, request.num_tokens - 1))
+        self.counters["swapped_in"] += 1
+
+    def _returned(self, request: Request, now: float) -> None:
+        """The request goes on after a preemption: not again a victim at once."""
+        request.protected_tokens = request.num_tokens + self._settings.min_progress_tokens
+        if request.preempted_at is not None:
+            self._pause_s += _EASE * (now - request.preempted_at - self._pause_s)
+            request.preempted_at = None

@@ -1,0 +1,133 @@
+"""The line of prefills that hold nothing yet, in the order of a policy, without a scan.
+
+While requests wait, the linear part of their scores keeps its order, so each tenant has a heap by `Policy.static_ms`
+(one heap for all where the policy does not weigh tenants). What is not linear is looked at where it matters: heads of
+the tenants that have received least, and of a heap by the instant at which a request must start to be in time. The
+choice costs O(log n), whoever else waits.
+
+Requests leave by changing state; what stays of them in a heap is dropped when it comes to the top.
+Does not: know blocks or budgets, or decide how many may start.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from heapq import heapify, heappop, heappush
+
+from headrace.core.fairness import ServiceCounters
+from headrace.ids import RequestKey
+from workers.core.policies import Outlook, Policy
+from workers.core.request import Request, State
+
+_TENANTS = 8
+"""Tenants whose heads are compared, those with the least service first."""
+_Entry = tuple[float, int, Request]
+
+
+def _waits(request: Request) -> bool:
+    return request.state is State.WAITING
+
+
+class WaitingLine:
+    def __init__(self, policy: Policy, service: ServiceCounters) -> None:
+        self.requests: OrderedDict[RequestKey, Request] = OrderedDict()
+        """In order of arrival."""
+        self._policy = policy
+        self._service = service
+        self._lines: dict[int, list[_Entry]] = {}
+        self._tenants: list[tuple[float, int]] = []
+        """(counter when pushed, tenant), one entry for each line; counters only grow, so a stale one is too small."""
+        self._due: list[_Entry] = []
+        self._entries = 0
+        """In all lines, those of requests that have left too."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request) -> None:
+        """At the place that the policy gives it."""
+        self.requests[request.key] = request
+        tenant = request.tenant_index if self._policy.terms.debt else 0
+        line = self._lines.get(tenant)
+        if line is None:
+            line = self._lines[tenant] = []
+            heappush(self._tenants, (self._service.counter(tenant) if self._policy.terms.debt else 0.0, tenant))
+        heappush(line, (-self._policy.static_ms(request), request.arrival, request))
+        self._entries += 1
+        heappush(self._due, (self._policy.due_at(request), request.arrival, request))
+        self._compact()
+
+    def discard(self, request: Request) -> None:
+        del self.requests[request.key]
+
+    def first(self) -> Request | None:
+        """Who came earliest."""
+        return next(iter(self.requests.values()), None)
+
+    def best(self, now: float) -> Request | None:
+        """Who starts next by the policy; None when nobody waits."""
+        first = self.first()
+        if first is None:
+            return None
+        if not self._policy.reorders:
+            return first
+        candidates = [head for tenant in self._least_served() if (head := self._head(tenant)) is not None]
+        if self._policy.terms.urgency and (urgent := self._most_urgent(now)) is not None:
+            candidates.append(urgent)
+        return max(candidates, key=lambda r: (sum(self._policy.score(r, now)), -r.arrival))
+
+    def lost(self, now: float) -> list[Request]:
+        """Requests that cannot meet their deadlines any more; each is named once. They still wait here."""
+        lost: list[Request] = []
+        while self._due and self._due[0][0] < now:
+            _, arrival, request = heappop(self._due)
+            if not _waits(request) or request.deadline is None:
+                continue
+            if self._policy.outlook(request, now) is Outlook.LOST:
+                lost.append(request)
+            elif request.deadline > now:
+                # Looked at again when half of what is left has gone: at most a logarithm of times.
+                heappush(self._due, (now + max(0.01, (request.deadline - now) / 2), arrival, request))
+        return lost
+
+    def _least_served(self) -> list[int]:
+        if not self._policy.terms.debt:
+            return [0]
+        taken: list[tuple[float, int]] = []
+        while self._tenants and len(taken) < _TENANTS:
+            counted, tenant = heappop(self._tenants)
+            if self._head(tenant) is None:
+                del self._lines[tenant]
+                continue
+            counter = self._service.counter(tenant)
+            if counter > counted:
+                heappush(self._tenants, (counter, tenant))
+            else:
+                taken.append((counted, tenant))
+        for entry in taken:
+            heappush(self._tenants, entry)
+        return [tenant for _, tenant in taken]
+
+    def _head(self, tenant: int) -> Request | None:
+        line = self._lines.get(tenant, [])
+        while line and not _waits(line[0][2]):
+            heappop(line)
+            self._entries -= 1
+        return line[0][2] if line else None
+
+    def _most_urgent(self, now: float) -> Request | None:
+        while self._due and not _waits(self._due[0][2]):
+            heappop(self._due)
+        return self._due[0][2] if self._due and self._due[0][0] >= now else None
+
+    def _compact(self) -> None:
+        """Most of what is in the heaps may have left long ago."""
+        limit = 2 * len(self.requests) + 64
+        if len(self._due) > limit:
+            self._due = [entry for entry in self._due if _waits(entry[2])]
+            heapify(self._due)
+        if self._entries > limit:
+            for line in self._lines.values():
+                line[:] = [entry for entry in line if _waits(entry[2])]
+                heapify(line)
+            self._entries = sum(map(len, self._lines.values()))
