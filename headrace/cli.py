@@ -162,6 +162,23 @@ def audit(
             sys.exit(EXIT_FAILED)
 
 
+@app.command()
+def profile(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG|MODEL]", help="A .yaml file, a model folder, a GGUF file, or nothing."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write it, instead of the cache.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads of the worker.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute, and a coarser grid.")] = False,
+) -> None:
+    """Measure how long a worker's steps take here, for workers to start from."""
+    with _errors():
+        from bench.profile import run
+
+        run(source, out, threads, quick)
+
+
 @config_app.command("validate")
 def config_validate(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
     """Check a file; every fault is one line with its field and limit."""

@@ -25,6 +25,7 @@ from workers.core.prefix_cache import PrefixCache
 from workers.core.scheduler import Scheduler, SchedulerSettings
 from workers.engine import Engine
 from workers.hub import Hub
+from workers.predictor_file import load_predictor, profile_key
 from workers.runner.base import Runner
 from workers.server import SERVER_OPTIONS, WorkerService
 from workers.spec import WorkerReady, WorkerSpec
@@ -89,6 +90,7 @@ class Worker:
             read_timeout_s=spec.read_timeout_s,
         )
         self.pool = BlockPool(runner.num_blocks, layout.block_size)
+        self.predictor = load_predictor(spec, profile_key(spec, runner))
         self.scheduler = Scheduler(scheduler_settings(spec, runner), self.pool, PrefixCache(self.pool))
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._server.add_insecure_port(f"{spec.host}:0")

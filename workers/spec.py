@@ -32,6 +32,8 @@ class WorkerSpec(BaseModel):
     """Most prompt tokens of one request in one step (chunk size)."""
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1_000_000
+    profile_path: str = ""
+    """Step-time profile to start from. '': the one of this worker's own key in the cache, if any; 'none': none."""
     transport: str = "auto"
     """auto | ucx | tcp"""
     read_timeout_s: float = 30.0

@@ -8,6 +8,7 @@ and adders for attention, for each sequence, and for sampling.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows at which the cost may bend. The last piece goes on for ever."""
 FEATURES = (
     "constant",
-    *(f"rows {first}-{last}" for first, last in zip(KNOTS, KNOTS[1:], strict=False)),
+    *(f"rows {first}-{last}" for first, last in itertools.pairwise(KNOTS)),
     f"rows {KNOTS[-1]}-",
     "decode_rows",
     "decode_context",
@@ -35,7 +36,7 @@ GENERIC_S = (
 """Seconds of each feature for a small model on two cores: the proportions from which learning starts."""
 LOWEST_SHARE = 0.01
 """No coefficient falls below this share of where it started: a bigger step is always a little dearer."""
-_WIDTHS = (*(last - first for first, last in zip(KNOTS, KNOTS[1:], strict=False)), KNOTS[-1])
+_WIDTHS = (*(last - first for first, last in itertools.pairwise(KNOTS)), KNOTS[-1])
 
 
 @dataclass(frozen=True, slots=True)
