@@ -1,8 +1,9 @@
 """`headrace profile`: measures a worker's steps, fits their times, and leaves the profile where that worker looks.
 
 A grid of decode rows, contexts and prefill tokens is measured in random order, pass after pass, so that a noisy minute
-touches every point a little; a point is the median of its passes. The fit is then judged on random mixed steps, each
-measured once, as a scheduler would meet them.
+touches every point a little; a point is the median of its passes. The fit is judged on random mixed steps that are
+measured in the same passes and not fitted: against each time that they took, as a scheduler meets it, and against their
+medians, which have less of the machine's own noise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -30,27 +32,37 @@ from workers.runner.base import Runner
 from workers.spec import WorkerSpec
 
 Sample = tuple[StepShape, float]
-_FIRST_ID, _LAST_ID = 100, 10_000
-"""Token ids of the measured rows: in every vocabulary that is served, and no special ones."""
-_FEWEST_HELD_OUT = 20
+_NUM_IDS = 256
+"""Token ids of the measured rows are below: every vocabulary has so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. Seconds are when no new pass or step begins."""
+    """How much is measured."""
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
+    contexts_each: int
+    """How many of them, drawn anew, meet each pair of rows and tokens."""
     chunks: tuple[int, ...]
     """Prefill tokens of a step."""
-    passes: int
-    grid_s: float
     held_out: int
-    held_out_s: float
+    """Random steps."""
+    passes: int
+    limit_s: float
+    """When it is over, passes after the first stop where they are."""
 
 
-QUICK = Effort((0, 1, 4, 16, 64), (16, 512), (0, 16, 64, 256), 3, 30.0, 60, 15.0)
-FULL = Effort((0, 1, 2, 4, 8, 16, 32, 64), (16, 256, 1024, 2048), (0, 4, 32, 128, 256, 512), 3, 150.0, 200, 60.0)
+QUICK = Effort((0, 1, 4, 16, 48), (16, 512), 1, (0, 16, 64, 256), held_out=20, passes=5, limit_s=42.0)
+FULL = Effort(
+    (0, 1, 2, 4, 8, 16, 32, 48, 64),
+    (16, 256, 1024, 2048),
+    2,
+    (0, 4, 32, 128, 256, 512),
+    held_out=50,
+    passes=5,
+    limit_s=240.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +120,7 @@ class Meter:
             [RequestKey(row) for row in range(len(counts))],
             counts,
             starts,
-            [self._rng.randrange(_FIRST_ID, _LAST_ID) for _ in range(sum(counts))],
+            [self._rng.randrange(_NUM_IDS) for _ in range(sum(counts))],
             [[next(blocks) for _ in range(count)] for count in each],
             samples,
             [SamplingParams(max_tokens=1)] * len(counts),
@@ -118,11 +130,13 @@ class Meter:
 
 
 def grid(effort: Effort, fits: Callable[[Step], bool], rng: random.Random) -> list[Step]:
-    """Every combination that fits; the tokens of a step are one chunk or several, some of them the last of a prompt."""
+    """Every pair of rows and tokens that fits, at some contexts. The tokens of a step are one chunk or several, some of
+    them the last of a prompt.
+    """
     steps = []
     for rows in effort.rows:
-        for context in effort.contexts:
-            for tokens in effort.chunks:
+        for tokens in effort.chunks:
+            for context in rng.sample(effort.contexts, effort.contexts_each):
                 pieces = min(rng.choice((1, 1, 2, 4)), max(1, tokens // 8))
                 sizes = [tokens // pieces] * (pieces - 1) + [tokens - tokens // pieces * (pieces - 1)]
                 chunks = tuple((context, size, rng.random() < 0.5) for size in sizes if size)
@@ -155,22 +169,25 @@ def _log_uniform(rng: random.Random, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
+    """A profile and the held-out steps that it was checked on: every time they took, and the medians of each step."""
+
     profile: Profile
-    held_out: list[Sample]
-    noise: float
-    """How far, as a share, a pass of a grid step typically is from the median of its passes."""
+    single: list[Sample]
+    medians: list[Sample]
+    noise: float | None
+    """How far, as a share, a pass of a step typically is from the median of its passes; None: one pass only."""
 
     def lines(self) -> Iterator[str]:
         """The error on the held-out steps for people: all, and by kind."""
-        kinds: dict[str, list[Sample]] = {"all": self.held_out, "decode": [], "prefill": [], "mixed": []}
-        for shape, seconds in self.held_out:
-            kind = "decode" if not shape.prefill_rows else "mixed" if shape.decode_rows else "prefill"
-            kinds[kind].append((shape, seconds))
-        yield f"fitted {self.profile.samples} grid steps; a repeated step differs by {self.noise:.1%} (median)"
-        for kind, samples in kinds.items():
+        repeats = "no step was repeated" if self.noise is None else f"a repeated step differs by {self.noise:.1%}"
+        yield f"fitted {self.profile.samples} grid steps; {repeats}; median absolute errors on random steps:"
+        kinds: dict[str, list[Sample]] = {"decode": [], "prefill": [], "mixed": []}
+        for sample in self.single:
+            shape = sample[0]
+            kinds["decode" if not shape.prefill_rows else "mixed" if shape.decode_rows else "prefill"].append(sample)
+        for name, samples in {"all": self.single, **kinds, "medians": self.medians}.items():
             if samples:
-                error = self.profile.checked(samples).held_out_error
-                yield f"{kind + ' steps, held out':22s} {len(samples):4d}   median absolute error {error:.1%}"
+                yield f"  {name:8s} {self.profile.checked(samples).held_out_error:6.1%}   of {len(samples)}"
 
 
 def measure(runner: Runner, spec: WorkerSpec, effort: Effort, tell: Callable[[str], None]) -> Measured:
@@ -180,29 +197,33 @@ def measure(runner: Runner, spec: WorkerSpec, effort: Effort, tell: Callable[[st
     steps = grid(effort, meter.fits, rng)
     if not steps:
         raise StartupError("the KV pool or the limits of a step are too small for any step of the profile")
+    num_fitted = len(steps)
+    steps += islice(random_steps(spec, meter.fits, rng), effort.held_out)
     # Buffers grow and pages are touched at the biggest step, before anything counts.
     meter.measure_s(max(steps, key=lambda step: step.shape.rows))
+    took = _passes(meter, steps, effort, rng, tell)
+    medians = [(step.shape, median(times)) for step, times in zip(steps, took, strict=True)]
+    spread = [
+        abs(one / mid - 1.0) for times, (_, mid) in zip(took, medians, strict=True) if len(times) > 1 for one in times
+    ]
+    single = [(steps[at].shape, one) for at in range(num_fitted, len(steps)) for one in took[at]]
+    profile = fit(medians[:num_fitted], profile_key(spec, runner)).checked(single)
+    return Measured(profile, single, medians[num_fitted:], median(spread) if spread else None)
+
+
+def _passes(
+    meter: Meter, steps: list[Step], effort: Effort, rng: random.Random, tell: Callable[[str], None]
+) -> list[list[float]]:
+    """Seconds of each step, at least one."""
     took: list[list[float]] = [[] for _ in steps]
-    until = time.monotonic() + effort.grid_s
+    until = time.monotonic() + effort.limit_s
     for turn in range(effort.passes):
         for count, at in enumerate(rng.sample(range(len(steps)), len(steps))):
             if turn and time.monotonic() > until:
-                break
+                return took
             took[at].append(meter.measure_s(steps[at]))
-            tell(f"grid: pass {turn + 1} of {effort.passes}, step {count + 1} of {len(steps)}")
-    medians = [median(times) for times in took]
-    noise = median(abs(one / mid - 1.0) for times, mid in zip(took, medians, strict=True) for one in times)
-    samples = [(step.shape, mid) for step, mid in zip(steps, medians, strict=True)]
-    profile = fit(samples, profile_key(spec, runner))
-    held_out: list[Sample] = []
-    until = time.monotonic() + effort.held_out_s
-    for step in random_steps(spec, meter.fits, rng):
-        held_out.append((step.shape, meter.measure_s(step)))
-        tell(f"random steps: {len(held_out)} of {effort.held_out}")
-        is_late = time.monotonic() > until and len(held_out) >= _FEWEST_HELD_OUT
-        if is_late or len(held_out) >= effort.held_out:
-            break
-    return Measured(profile.checked(held_out), held_out, noise)
+            tell(f"pass {turn + 1} of at most {effort.passes}, step {count + 1} of {len(steps)}")
+    return took
 
 
 def run(source: str | None, out: Path | None, threads: int | None, quick: bool) -> None:
