@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -175,7 +175,7 @@ class Measured:
     single: list[Sample]
     medians: list[Sample]
     noise: float | None
-    """How far, as a share, a pass of a step typically is from the median of its passes; None: one pass only."""
+    """By how much, as a share, a step typically differs from itself a pass before; None: one pass only."""
 
     def lines(self) -> Iterator[str]:
         """The error on the held-out steps for people: all, and by kind."""
@@ -203,9 +203,7 @@ def measure(runner: Runner, spec: WorkerSpec, effort: Effort, tell: Callable[[st
     meter.measure_s(max(steps, key=lambda step: step.shape.rows))
     took = _passes(meter, steps, effort, rng, tell)
     medians = [(step.shape, median(times)) for step, times in zip(steps, took, strict=True)]
-    spread = [
-        abs(one / mid - 1.0) for times, (_, mid) in zip(took, medians, strict=True) if len(times) > 1 for one in times
-    ]
+    spread = [abs(second / first - 1.0) for times in took for first, second in pairwise(times)]
     single = [(steps[at].shape, one) for at in range(num_fitted, len(steps)) for one in took[at]]
     profile = fit(medians[:num_fitted], profile_key(spec, runner)).checked(single)
     return Measured(profile, single, medians[num_fitted:], median(spread) if spread else None)
@@ -230,6 +228,8 @@ def run(source: str | None, out: Path | None, threads: int | None, quick: bool) 
     """Measures the first pool's worker of a configuration or a model. Raises StartupError, one line a fault."""
     if out is not None and not out.absolute().parent.is_dir():
         raise StartupError(f"{out}: its folder does not exist")
+    if out is not None and out.is_dir():
+        raise StartupError(f"{out}: is a folder; name a file in it")
     deployment = _resolved(source, threads)
     spec, *others = deployment.workers
     # Thread counts are read when the libraries load: as the launcher sets them for a worker, and before it.
