@@ -6,6 +6,9 @@ python -m bench engine [--peer-python /path/with/llama-cpp-python/bin/python] [-
                                         behind HTTP; the machine's own limits beside them
 python -m bench compare --server ours=http://127.0.0.1:8000 --server other=http://127.0.0.1:8001
                                         the same bursts to each server in turn, paired ratios
+python -m bench schedule [batching|chunks|budget|fairness|all]
+                                        the iteration scheduler in virtual time, on a model of a CPU and of a GPU
+python -m bench schedule host           what one iteration of it costs this machine, in real time
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import shlex
 import sys
 import time
 from importlib.metadata import version
+
+COMPARISONS = ("batching", "chunks", "budget", "fairness")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,6 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     bare.add_argument("--peer-storage", default="f32", choices=["f32", "f16", "as-is"])
     bare.add_argument("--peer-kv", default="f16", choices=["f32", "f16"])
     bare.add_argument("--http", metavar="URL", help="a running colocated deployment of the same model")
+    plan = commands.add_parser("schedule")
+    plan.add_argument("what", nargs="?", default="all", choices=[*COMPARISONS, "all", "host"])
+    plan.add_argument("--machine", nargs="+", default=["cpu", "gpu"], choices=["cpu", "gpu"], help="cost model")
+    plan.add_argument("--lengths", default="mixed", help="mixed, lognormal, or the path of an Azure or Mooncake trace")
+    plan.add_argument("--requests", type=int, default=300)
+    plan.add_argument("--seed", type=int, default=1)
+    plan.add_argument("--rows", type=int, nargs="+", default=[32, 64, 256], help="host: rows that decode")
+    plan.add_argument("--waiting", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="host: queue lengths")
+    plan.add_argument("--policy", help="host: instead of the scheduler's default")
     return parser
 
 
@@ -67,6 +81,14 @@ def main() -> None:
 
         servers = dict(server.split("=", 1) for server in args.server)
         compare.run(servers, args.concurrency, args.input, args.output, args.rounds, args.vocab, args.seed)
+    elif args.name == "schedule":
+        from bench.simulate import host, scenarios
+
+        if args.what == "host":
+            host.run(args.rows, args.waiting, args.seed, args.policy)
+        else:
+            names = COMPARISONS if args.what == "all" else (args.what,)
+            scenarios.run(names, args.machine, args.lengths, args.requests, args.seed)
 
 
 if __name__ == "__main__":

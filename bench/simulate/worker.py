@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import exp, inf
 from random import Random
 
@@ -29,6 +29,7 @@ Cost = Callable[[StepShape], float]
 """Seconds that a step of this shape lasts."""
 
 FILLER, EOS = 1, 0
+BLOCK_SIZE = 16
 POLL_S = 1e-3
 """How often a scheduler that lets requests wait on purpose is asked again."""
 MOST_POLLS = 100_000
@@ -76,6 +77,25 @@ def shape_of(plan: StepPlan) -> StepShape:
         prefill_context=sum(num * start + num * num // 2 for start, num in chunks),
         sampled_rows=sum(plan.samples),
     )
+
+
+class Unsupported(Exception):
+    """The scheduler in this tree lacks what was asked for."""
+
+
+def settings_of(**values: object) -> SchedulerSettings:
+    """Settings without bounds on queues or memory reserves but for `values`. Raises Unsupported for an unknown one."""
+    unknown = values.keys() - {known.name for known in fields(SchedulerSettings)}
+    if unknown:
+        raise Unsupported(f"SchedulerSettings has no {', '.join(sorted(unknown))}")
+    unbounded: dict[str, object] = {
+        "block_size": BLOCK_SIZE,
+        "max_waiting_requests": 10**9,
+        "max_waiting_tokens": 10**12,
+        "watermark_blocks": 0,
+        "eos_token_ids": (EOS,),
+    }
+    return SchedulerSettings(**(unbounded | values))  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
