@@ -2,6 +2,8 @@
 
 A step lasts what an injected cost function says of its shape; requests arrive while it runs, and what it yields counts
 at its end. Nothing sleeps, and one seed gives one run. Costs that chance disturbs are the caller's wish (`sigma`).
+
+Does not: charge for copies of blocks, or for the scheduler's own time (`bench.simulate.host` measures that).
 """
 
 from __future__ import annotations
@@ -181,13 +183,14 @@ class VirtualWorker:
         now = 0.0
         while (coming or self._live) and now < until_s:
             self._take_in(coming, now)
-            self._expire(now)
+            self.scheduler.expire(now)
             plan = self.scheduler.schedule(now)
+            self._notice_ends(now)
             if plan is None:
                 now = self._idle_until(coming, now)
                 continue
             shape = shape_of(plan)
-            step = Step(now, now + self._seconds(shape), shape)
+            step = Step(now, now + (self._seconds(shape) if plan.keys else 0.0), shape)
             self._take_in(coming, step.end_s)
             self._end(step, plan)
             now = step.end_s
@@ -205,9 +208,12 @@ class VirtualWorker:
             else:
                 outcome.refused = rejected.reason
 
-    def _expire(self, now: float) -> None:
-        for key in self.scheduler.expire(now):
-            self._close(self._live[key], FinishReason.DEADLINE, now)
+    def _notice_ends(self, now: float) -> None:
+        """Of requests that the scheduler has given up: they are in no step's events."""
+        if len(self.scheduler.requests) < len(self._live):
+            for live in list(self._live.values()):
+                if live.request.finish_reason is not None:
+                    self._close(live, live.request.finish_reason, now)
 
     def _idle_until(self, coming: deque[tuple[int, Outcome]], now: float) -> float:
         """The next arrival; sooner when requests wait, since only the scheduler knows what for."""
@@ -224,7 +230,6 @@ class VirtualWorker:
         return self._cost(shape) * factor
 
     def _end(self, step: Step, plan: StepPlan) -> None:
-        self._polls = 0
         for key, start, num in zip(plan.keys, plan.start_pos, plan.num_tokens, strict=True):
             self._count_computed(self._live[key], start, num, step)
         token_ids = [self._token(key) for key, samples in zip(plan.keys, plan.samples, strict=True) if samples]
@@ -236,7 +241,9 @@ class VirtualWorker:
             step.output_tokens[tenant] = step.output_tokens.get(tenant, 0) + 1
         for key, reason in events.finished:
             self._close(self._live[key], reason, step.end_s)
-        self._steps.append(step)
+        if plan.keys:
+            self._polls = 0
+            self._steps.append(step)
 
     def _count_computed(self, live: _Live, start: int, num: int, step: Step) -> None:
         if live.outcome.scheduled_at is None:
