@@ -21,8 +21,11 @@ class Purpose(IntEnum):
 class SamplingParams:
     """What a worker needs to choose tokens. Built by the gateway after validation; `seed` is always set.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 are off. max_tokens and min_tokens count output tokens of the whole
-    request (over all attempts). Stop strings are the gateway's business and are not here.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. repetition_penalty (1 is off) counts the tokens of
+    prompt and output, presence_penalty and frequency_penalty (0 is off) those of the output alone; logit_bias is pairs
+    of a token id and what is added to its logit. Greedy requests use these four too. max_tokens and min_tokens count
+    output tokens. Output is that of the whole request (over all attempts). Stop strings are the gateway's business and
+    are not here.
     """
 
     max_tokens: int
@@ -34,10 +37,20 @@ class SamplingParams:
     branch: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty is on: choosing a token takes the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def uniform(seed: int, branch: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:

@@ -1,8 +1,10 @@
-"""Choosing one token for each row of logits on CPU: temperature, top-k, top-p, and a draw that the caller gives.
+"""Choosing one token for each row of logits on CPU: bans, biases, penalties, temperature, min-p, top-k, top-p, and a
+draw that the caller gives; in the order of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler), which greedy rows
+follow up to the penalties.
 
-A weight is exp((logit - best) / temperature), so the best token weighs exactly 1. Top-k and top-p set the weights of
-what they cut to 0; the token is the first by id at which the running sum passes draw * total. Nothing is sorted:
-histograms over the bits of the weights find where a cut lies.
+A weight is exp((logit - best) / temperature), so the best token weighs exactly 1. Min-p, top-k and top-p set the
+weights of what they cut to 0; the token is the first by id at which the running sum passes draw * total. Nothing is
+sorted: histograms over the bits of the weights find where a cut lies.
 """
 
 from __future__ import annotations
@@ -24,6 +26,32 @@ def scratch_floats(vocab: int) -> int:
     """Floats of scratch that one thread needs: weights, chunk sums (float64), histogram (two float64 a bin)."""
     padded = -(-vocab // _CHUNK) * _CHUNK
     return padded + 2 * (padded // _CHUNK) + 4 * _BINS
+
+
+@njit(error_model="numpy")
+def _penalize(row, marks, ids, prompt, repetition, presence, frequency):  # type: ignore[no-untyped-def]
+    """Penalties in the row's logits for the tokens `ids`, of which the first `prompt` are the prompt's: repetition for
+    all of them, then frequency and presence for the others (vLLM, `apply_penalties`).
+
+    Each token is changed once, by what depends on the row alone. marks: int32 [vocab] of scratch with any content;
+    bit 0 says that a token is in the prompt, the higher bits count it in the output.
+    """
+    for i in range(len(ids)):
+        marks[ids[i]] = 0
+    for i in range(prompt):
+        marks[ids[i]] = 1
+    for i in range(prompt, len(ids)):
+        marks[ids[i]] += 2
+    for i in range(len(ids)):
+        mark = marks[ids[i]]
+        if mark != 0:
+            marks[ids[i]] = 0
+            x = row[ids[i]]
+            x = x / repetition if x > np.float32(0.0) else x * repetition
+            if mark > 1:
+                x -= frequency * np.float32(mark >> 1)
+                x -= presence
+            row[ids[i]] = x
 
 
 @njit
@@ -130,21 +158,29 @@ def _draw(weights, sums, chunks, target):  # type: ignore[no-untyped-def]
 
 @cfunc("void(int64, int64)", cache=True, error_model="numpy")
 def sample_body(block, thread):  # type: ignore[no-untyped-def]
-    """Arguments: logits [rows, vocab], rows, vocab, settings float64 [rows, 4] of (temperature, top_k, top_p, draw),
-    where each row's banned ids begin int64 [rows + 1], banned ids, out int64 [rows], scratch, its floats a thread.
+    """Arguments: logits [rows, vocab], rows, vocab, settings float64 [rows, 8] of (temperature, top_k, top_p, min_p,
+    draw, repetition, presence, frequency), where each row's banned ids begin int64 [rows + 1], banned ids, where its
+    biases begin int64 [rows + 1], their ids, their amounts float32, where its history begins int64 [rows + 1],
+    histories, how much of it is the prompt int64 [rows], out int64 [rows], scratch, its floats a thread.
 
-    Temperature 0 is greedy. The logits of banned ids become -inf.
+    Temperature 0 is greedy. The logits of banned ids become -inf. Penalties are read where a row has a history.
     """
-    g = carray(pointer(block), 11, np.int64)
+    g = carray(pointer(block), 17, np.int64)
     rows, vocab = g[3], g[4]
     logits = carray(pointer(g[2]), (rows, vocab), np.float32)
-    settings = carray(pointer(g[5]), (rows, 4), np.float64)
+    settings = carray(pointer(g[5]), (rows, 8), np.float64)
     bans = carray(pointer(g[6]), rows + 1, np.int64)
     banned = carray(pointer(g[7]), bans[rows], np.int64)
-    out = carray(pointer(g[8]), rows, np.int64)
+    biases = carray(pointer(g[8]), rows + 1, np.int64)
+    biased = carray(pointer(g[9]), biases[rows], np.int64)
+    amounts = carray(pointer(g[10]), biases[rows], np.float32)
+    histories = carray(pointer(g[11]), rows + 1, np.int64)
+    history = carray(pointer(g[12]), histories[rows], np.int64)
+    prompts = carray(pointer(g[13]), rows, np.int64)
+    out = carray(pointer(g[14]), rows, np.int64)
     chunks = (vocab + _CHUNK - 1) // _CHUNK
     size = chunks * _CHUNK
-    mine = g[9] + 4 * g[10] * thread
+    mine = g[15] + 4 * g[16] * thread
     weights = carray(pointer(mine), size, np.float32)
     bits = carray(pointer(mine), size, np.int32)
     sums = carray(pointer(mine + 4 * size), chunks, np.float64)
@@ -157,8 +193,14 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
         row = logits[r]
         for i in range(bans[r], bans[r + 1]):
             row[banned[i]] = np.float32(-np.inf)
+        for i in range(biases[r], biases[r + 1]):
+            row[biased[i]] += amounts[i]
+        if histories[r] < histories[r + 1]:
+            ids = history[histories[r] : histories[r + 1]]
+            repetition, presence, frequency = settings[r, 5], settings[r, 6], settings[r, 7]
+            _penalize(row, bits, ids, prompts[r], np.float32(repetition), np.float32(presence), np.float32(frequency))
         best, clean = _best(g[2] + 4 * r * vocab, row, vocab)
-        temperature, top_k, top_p = settings[r, 0], int(settings[r, 1]), settings[r, 2]
+        temperature, top_k, top_p, min_p = settings[r, 0], int(settings[r, 1]), settings[r, 2], settings[r, 3]
         if best < 0 or not clean or temperature == 0.0 or top_k == 1:
             out[r] = max(best, 0)
             continue
@@ -169,6 +211,10 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
         for i in range(vocab, size):
             weights[i] = np.float32(-np.inf)
         softmax_row(mine, size // 16, np.float32(0.0))
+        if min_p > 0.0:
+            for i in range(vocab):
+                if weights[i] < min_p:
+                    weights[i] = np.float32(0.0)
         total = _sum_chunks(weights, sums, chunks)
         if 0 < top_k < vocab:
             _cut(weights, bits, size, bin_counts, bin_sums, top_k, np.inf)
@@ -176,4 +222,4 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
         if top_p < 1.0:
             _cut(weights, bits, size, bin_counts, bin_sums, size, top_p * total)
             total = _sum_chunks(weights, sums, chunks)
-        out[r] = _draw(weights, sums, chunks, settings[r, 3] * total)
+        out[r] = _draw(weights, sums, chunks, settings[r, 4] * total)

@@ -50,6 +50,12 @@ class Hole(IntEnum):
     BANNED = 12
     CHOSEN = 13
     LOGITS = 14
+    BIASES = 15
+    BIASED = 16
+    AMOUNTS = 17
+    HISTORIES = 18
+    HISTORY = 19
+    PROMPTS = 20
 
 
 def _openmp() -> Any | None:

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_gemm, cpu_rows, cpu_sample
+from kernels import cpu_attention, cpu_gemm, cpu_rows
 from kernels.launch import Hole, Tape, address
+from kernels.sampler import Sampler as Sampler
+from kernels.sampler import SampleTable as SampleTable
 from kernels.weights import PackedWeight
 
 SUPPORTED_HEAD_DIM_MULTIPLE = 16
@@ -331,51 +333,3 @@ class Program:
     def _add(self, body: Any, args: Sequence[int | Hole], *kept: Any) -> None:
         self._tape.add(body, args)
         self._kept += kept
-
-
-class Sampler:
-    """Chooses tokens from rows of logits; apart from `Program`, so that somebody may look at them before."""
-
-    def __init__(self, vocab: int, threads: int = 1) -> None:
-        self._vocab = vocab
-        self._tape = Tape(threads)
-        stride = cpu_sample.scratch_floats(vocab)
-        stride += stride % 2
-        self._scratch = np.zeros(stride * self._tape.threads, np.float32)
-        args = [Hole.LOGITS, Hole.SAMPLED, vocab, Hole.SETTINGS, Hole.BANS, Hole.BANNED, Hole.CHOSEN]
-        self._tape.add(cpu_sample.sample_body, [*args, address(self._scratch), stride])
-
-    def choose(self, logits: Tensor, settings: Any, banned: Sequence[Sequence[int]]) -> list[int]:
-        """A token for each row of logits float32 [rows, vocab], which is overwritten at banned ids.
-
-        settings: float64 [rows, 4] of temperature (0: greedy), top_k (0: off), top_p (1: off) and a draw in [0, 1).
-        Ties go to the lowest id. A row with NaN or +inf is greedy over its finite logits, one without any gives
-        token 0.
-        """
-        rows = _width_of(logits, self._vocab, "logits")
-        if not logits.is_contiguous():
-            raise ValueError("logits must be contiguous")
-        if settings.shape != (rows, 4) or settings.dtype != np.float64 or len(banned) != rows:
-            raise ValueError(f"settings must be float64 [{rows}, 4] and banned {rows} lists")
-        if ((settings[:, 0] > 0) & ~(settings[:, 2] > 0)).any():
-            raise ValueError("top_p must be above 0")
-        if rows == 0:
-            return []
-        bans = np.zeros(rows + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, banned), np.int64, rows), out=bans[1:])
-        ids = np.fromiter(chain.from_iterable(banned), np.int64, int(bans[-1]))
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab:
-            raise ValueError(f"a banned id is outside the vocabulary of {self._vocab}")
-        settings = np.ascontiguousarray(settings)
-        chosen = np.empty(rows, np.int64)
-        values = {
-            Hole.LOGITS: logits.data_ptr(),
-            Hole.SAMPLED: rows,
-            Hole.SETTINGS: address(settings),
-            Hole.BANS: address(bans),
-            Hole.BANNED: address(ids),
-            Hole.CHOSEN: address(chosen),
-        }
-        self._tape.run(values, threads=rows)
-        tokens: list[int] = chosen.tolist()
-        return tokens

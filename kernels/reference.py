@@ -72,12 +72,42 @@ def attention(
     return out
 
 
-def sample_weights(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """float64 [vocab]: what each token of float32 logits [vocab] weighs, 0 where top-k or top-p cut it.
+def edit_logits(
+    logits: Tensor,
+    history: Sequence[int] = (),
+    prompt_len: int = 0,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    bias: Sequence[tuple[int, float]] = (),
+) -> Tensor:
+    """float32 [vocab]: logits float32 [vocab] after biases and penalties, every operation rounded to float32.
 
-    The best token weighs 1. Top-p is a share of what top-k left; equals stay by lowest id (Holtzman et al. 2020).
+    history: prompt and output; its first `prompt_len` tokens count for repetition only. In vLLM's order: bias (its
+    `LogitBiasLogitsProcessor`), repetition (Keskar et al. 2019, section 4.1), frequency, presence (`apply_penalties`).
+    """
+    x = logits.clone()
+    for token, amount in bias:
+        x[token] += torch.tensor(amount, dtype=torch.float32)
+    ids = torch.tensor(list(history), dtype=torch.int64)
+    seen = torch.bincount(ids, minlength=len(x)) > 0
+    counts = torch.bincount(ids[prompt_len:], minlength=len(x)).float()
+    factor = torch.tensor(repetition, dtype=torch.float32)
+    x = torch.where(seen, torch.where(x > 0, x / factor, x * factor), x)
+    x = x - torch.tensor(frequency, dtype=torch.float32) * counts
+    return x - torch.tensor(presence, dtype=torch.float32) * (counts > 0)
+
+
+def sample_weights(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """float64 [vocab]: what each token of float32 logits [vocab] weighs, 0 where min-p, top-k or top-p cut it.
+
+    The best token weighs 1, so min-p is the least weight that stays (Nguyen et al. 2024). Top-p is a share of what
+    min-p and top-k left; equals stay by lowest id (Holtzman et al. 2020).
     """
     weights = torch.exp((logits.double() - logits.max().double()) / temperature)
+    weights[weights < min_p] = 0
     order = torch.argsort(weights, descending=True, stable=True)
     if 0 < top_k < len(weights):
         weights[order[top_k:]] = 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.ids import RequestKey
 from headrace.sampling import SamplingParams, uniform
 from kernels import reference
-from kernels.ops import Sampler
+from kernels.ops import Sampler, SampleTable
 from workers.core.plan import StepPlan
 from workers.runner.sample import sampling_table
 
@@ -25,7 +25,7 @@ def sample(logits: np.ndarray, settings: SamplingParams, position: int, banned: 
     """One row through the table and the kernel, as the runner does it for a step."""
     plan = StepPlan(0, [RequestKey(0)], [1], [position - 1], [0], [[0]], [True], [settings], [tuple(banned)])
     sampler = _SAMPLERS.setdefault(len(logits), Sampler(len(logits)))
-    (token,) = sampler.choose(torch.from_numpy(logits[None].copy()), *sampling_table(plan))
+    (token,) = sampler.choose(torch.from_numpy(logits[None].copy()), sampling_table(plan))
     return token
 
 
@@ -103,24 +103,26 @@ def test_top_p_of_a_large_vocabulary_equals_the_plain_sort(top_p: float) -> None
     st.floats(0.05, 4.0),
     st.integers(0, 60),
     st.floats(0.01, 1.0),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
     st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_the_kernel_chooses_what_the_plain_sort_would(
-    seed: int, size: int, temperature: float, top_k: int, top_p: float, ties: bool
+    seed: int, size: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool
 ) -> None:
     """Rows together on two threads: the token is where the reference's running sum passes the draw."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy((rng.standard_normal((7, size)) * 3).astype(np.float32))
     if ties:
         logits = logits.round()
-    table = np.array([(temperature, top_k, top_p, rng.random()) for _ in range(7)])
-    tokens = Sampler(size, 2).choose(logits.clone(), table, [()] * 7)
-    for row, token, (*_, draw) in zip(logits, tokens, table, strict=True):
-        weights = reference.sample_weights(row, temperature, top_k, top_p)
+    draws = [rng.random() for _ in range(7)]
+    table = SampleTable(np.array([(temperature, top_k, top_p, min_p, draw, 1, 0, 0) for draw in draws]), [()] * 7)
+    tokens = Sampler(size, 2).choose(logits.clone(), table)
+    for row, token, draw in zip(logits, tokens, draws, strict=True):
+        weights = reference.sample_weights(row, temperature, top_k, top_p, min_p)
         # The kernel's weights are float32: a nucleus that is reached within 1e-6 may end one token earlier or later.
-        low = reference.sample_weights(row, temperature, top_k, max(top_p - 1e-5, 1e-9))
-        high = reference.sample_weights(row, temperature, top_k, min(top_p + 1e-5, 1.0))
+        low = reference.sample_weights(row, temperature, top_k, max(top_p - 1e-5, 1e-9), min_p * (1 + 1e-5))
+        high = reference.sample_weights(row, temperature, top_k, min(top_p + 1e-5, 1.0), min_p * (1 - 1e-5))
         if (low > 0).sum() != (high > 0).sum():
             assert high[token] > 0
             continue
@@ -140,7 +142,7 @@ def test_rows_of_one_step_do_not_mix() -> None:
         plan.samples.append(True)
         plan.sampling.append(kind)
         plan.banned.append((i,) if i % 2 else ())
-    together = Sampler(300, 2).choose(logits.clone(), *sampling_table(plan))
+    together = Sampler(300, 2).choose(logits.clone(), sampling_table(plan))
     alone = [sample(logits[i].numpy(), kinds[i], 11 * i + 1, plan.banned[i]) for i in range(5)]
     assert together == alone
 
@@ -149,8 +151,9 @@ def test_the_draw_is_that_of_seed_branch_and_position() -> None:
     plan = StepPlan(
         0, [RequestKey(0)] * 2, [3, 4], [5, 6], [0] * 7, [[0]] * 2, [False, True], [params(seed=9)] * 2, [()] * 2
     )
-    table, banned = sampling_table(plan)
-    assert table.tolist() == [[1.0, 0.0, 1.0, uniform(9, 0, 10)]] and banned == [()]
+    table = sampling_table(plan)
+    assert table.settings[:, :5].tolist() == [[1.0, 0.0, 1.0, 0.0, uniform(9, 0, 10)]]
+    assert table.banned == [()]
 
 
 def test_banned_ids_never_come_and_nothing_finite_gives_a_token() -> None:

@@ -39,6 +39,8 @@ class DecodeBatch:
         self._frozen = False
         self._dead: list[Request] = []
         self._num_with_stops = 0
+        self.num_with_history = 0
+        """Rows whose sampling looks at the tokens before."""
         self.requests: list[Request] = []
         self.keys: list[RequestKey] = []
         self.tables: list[list[int]] = []
@@ -79,6 +81,7 @@ class DecodeBatch:
         self.sampling.append(sampling)
         self._appends.append(request.token_ids.append)
         self._num_with_stops += bool(sampling.stop_token_ids)
+        self.num_with_history += sampling.needs_history
         self.num_tokens[row] = request.num_tokens
         self.capacity[row] = len(request.block_ids) * self._settings.block_size
         self.last_token[row] = request.token_ids[-1]
@@ -100,6 +103,7 @@ class DecodeBatch:
         request.last_scheduled_at = float(self.scheduled_at[row])
         request.row = -1
         self._num_with_stops -= bool(request.sampling.stop_token_ids)
+        self.num_with_history -= request.sampling.needs_history
         columns: tuple[list[Any], ...] = (self.requests, self.keys, self.tables, self.sampling, self._appends)
         for column in columns:
             tail = column.pop()

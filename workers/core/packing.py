@@ -81,6 +81,12 @@ class Packing:
             for i in early.nonzero()[0]:
                 row = int(i) if isinstance(rows, slice) else int(rows[i])
                 plan.banned[i] = banned_ids(batch.requests[row], self._settings)
+        plan.histories, plan.prompt_lens = [None] * count, [0] * count
+        if batch.num_with_history:
+            for i, row in enumerate(range(count) if isinstance(rows, slice) else rows.tolist()):
+                if plan.sampling[i].needs_history:
+                    request = batch.requests[row]
+                    plan.histories[i], plan.prompt_lens[i] = request.token_ids, len(request.prompt_ids)
         plan.num_decode_rows = count
         batch.scheduled_at[rows] = now
         self.decode_rows = rows
@@ -127,6 +133,8 @@ class Packing:
         plan.samples.append(samples)
         plan.sampling.append(request.sampling)
         plan.banned.append(banned_ids(request, self._settings) if samples else ())
+        plan.histories.append(request.token_ids if samples and request.sampling.needs_history else None)
+        plan.prompt_lens.append(len(request.prompt_ids))
         self.prefills.append(request)
         self.tokens_left -= num_tokens
         self.floor_left = max(0, self.floor_left - num_tokens)

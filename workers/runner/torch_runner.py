@@ -129,7 +129,7 @@ class TorchRunner:
         except ValueError as error:
             raise InvariantError(f"step {plan.step_id}: {error}") from error
         middle = time.perf_counter()
-        tokens = self._sampler.choose(logits, *sampling_table(plan))
+        tokens = self._sampler.choose(logits, sampling_table(plan))
         return StepResult(tokens, middle - begin, time.perf_counter() - middle)
 
     def warm_up(self) -> None:
