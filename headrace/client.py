@@ -48,6 +48,11 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
 
 
 def chat(text: str, system: str | None = None) -> list[dict[str, str]]:

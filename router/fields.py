@@ -118,19 +118,6 @@ def _logprobs(field: str, value: object) -> None:
         raise unimplemented(field)
 
 
-def logit_bias(field: str, value: object, vocab_size: int) -> None:
-    """{} is neutral. Keys are token ids, values -100..100."""
-    bias = json_object(field, value)
-    if len(bias) > 1024:
-        raise invalid(field, "must have at most 1024 entries")
-    for key, amount in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
-            raise invalid(field, f"keys must be token ids between 0 and {vocab_size - 1}")
-        number(field, amount, -100, 100)
-    if bias:
-        raise unimplemented(field)
-
-
 _INTERNAL = _refused("this field is internal to a server and cannot be set by a client")
 _TEMPLATE = _refused("the server's own chat template is used; a client cannot send one or arguments to it")
 _TEXT_ONLY = _refused("this server takes text only")
@@ -140,11 +127,7 @@ NOT_SERVED: Mapping[str, Check] = {
     "logprobs": _logprobs,
     "top_logprobs": _integer(0, _MAX_LOGPROBS, 0),
     "prompt_logprobs": _integer(-1, _MAX_LOGPROBS, None),
-    "presence_penalty": _number(-2, 2, 0),
-    "frequency_penalty": _number(-2, 2, 0),
-    "repetition_penalty": _number(0, 2, 1, above_low=True),
     "length_penalty": _number(-10, 10, 1),
-    "min_p": _number(0, 1, 0),
     "typical_p": _number(0, 1, 1, above_low=True),
     "use_beam_search": _boolean(False),
     "early_stopping": _boolean(False),
@@ -195,9 +178,7 @@ NOT_SERVED_CHAT: Mapping[str, Check] = {
 _INTERNAL_PREFIXES = ("kv_transfer", "bootstrap_", "remote_", "disagg")
 
 
-def check_fields(
-    raw: Mapping[str, object], served: frozenset[str], not_served: Mapping[str, Check], vocab: int
-) -> None:
+def check_fields(raw: Mapping[str, object], served: frozenset[str], not_served: Mapping[str, Check]) -> None:
     """Every field of `raw` is served, or known and neutral; else the refusal names it."""
     for name, value in raw.items():
         if name in served:
@@ -205,15 +186,12 @@ def check_fields(
         if name.startswith(_INTERNAL_PREFIXES):
             if value is not None:
                 _INTERNAL(name if len(name) <= 64 and name.isidentifier() else "body", value)
-        elif name == "logit_bias":
-            if value is not None:
-                logit_bias(name, value, vocab)
         elif (check := not_served.get(name)) is not None:
             # null is the absence of an option in every OpenAI client.
             if value is not None:
                 check(name, value)
         else:
-            raise unknown_field(name, served | not_served.keys() | {"logit_bias"})
+            raise unknown_field(name, served | not_served.keys())
 
 
 def _texts(field: str, value: object) -> None:

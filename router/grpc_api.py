@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Self
 
 import grpc
@@ -31,7 +32,7 @@ from router.messages import parse_messages
 from router.metrics import DoorMetrics
 from router.scalars import label
 from router.spec import GatewaySpec
-from router.validate import Caller, Options, parse_options
+from router.validate import MAX_BIASES, Caller, Options, parse_options
 
 log = logging.getLogger("headrace.router.grpc")
 
@@ -39,7 +40,10 @@ SERVICE = "headrace.v1.Inference"
 FIELD_KEY = "headrace-field"
 RETRY_KEY = "retry-after-ms"
 MAX_MESSAGE_BYTES = 32 << 20
-_SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos")
+_SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 """Scalars of SamplingOptions; each is `optional`, so presence tells."""
 
 
@@ -195,6 +199,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raw["stop"] = list(sampling.stop[: self._door.limits.max_stop_strings + 1])
         if len(sampling.stop_token_ids):
             raw["stop_token_ids"] = list(sampling.stop_token_ids)
+        if len(sampling.logit_bias):
+            some = islice(sampling.logit_bias.items(), MAX_BIASES + 1)
+            raw["logit_bias"] = {str(token_id): amount for token_id, amount in some}
         if request.cache_salt:
             raw["cache_salt"] = request.cache_salt
         raw["no_cache"] = request.no_cache
@@ -267,7 +274,8 @@ def _check_unknown(message: Message) -> None:
     for unknown in UnknownFieldSet(message):
         raise invalid(message.DESCRIPTOR.name, f"field number {unknown.field_number} is unknown to this server")
     for field, value in message.ListFields():
-        if field.message_type is not None:
+        # A map's values are scalars here.
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for part in [value] if isinstance(value, Message) else value:
                 _check_unknown(part)
 

@@ -28,6 +28,11 @@ _COMMON = frozenset(
         "temperature",
         "top_p",
         "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
         "seed",
         "stop",
         "stop_token_ids",
@@ -67,7 +72,7 @@ class Call:
 
 def parse_completion(raw: Mapping[str, object], limits: Limits) -> Call:
     """Body of /v1/completions. Raises HeadraceError naming the first bad field."""
-    check_fields(raw, _COMPLETION, NOT_SERVED, limits.vocab_size)
+    check_fields(raw, _COMPLETION, NOT_SERVED)
     options = parse_options(raw, limits)
     special = _flag(raw, "add_special_tokens", True)
     prompts = completion_prompts(raw.get("prompt"), special)
@@ -78,14 +83,14 @@ def parse_completion(raw: Mapping[str, object], limits: Limits) -> Call:
 
 def parse_chat(raw: Mapping[str, object], limits: Limits, max_chars: int) -> Call:
     """Body of /v1/chat/completions. `max_chars` bounds the contents before the template runs."""
-    check_fields(raw, _CHAT, _CHAT_NOT_SERVED, limits.vocab_size)
+    check_fields(raw, _CHAT, _CHAT_NOT_SERVED)
     options = parse_options(raw, limits)
     return _call(raw, True, [_chat_prompt(raw, max_chars)], options)
 
 
 def parse_tokenize(raw: Mapping[str, object], limits: Limits, max_chars: int) -> tuple[Prompt, bool]:
     """Body of /tokenize (vLLM's form): the prompt, and whether token strings are wanted."""
-    check_fields(raw, _TOKENIZE, _CHAT_NOT_SERVED, limits.vocab_size)
+    check_fields(raw, _TOKENIZE, _CHAT_NOT_SERVED)
     strings = _flag(raw, "return_token_strs", False)
     if raw.get("messages") is not None:
         if raw.get("prompt") is not None:
@@ -99,7 +104,7 @@ def parse_tokenize(raw: Mapping[str, object], limits: Limits, max_chars: int) ->
 
 def parse_detokenize(raw: Mapping[str, object], limits: Limits) -> list[int]:
     """Body of /detokenize: the ids."""
-    check_fields(raw, _DETOKENIZE, {}, limits.vocab_size)
+    check_fields(raw, _DETOKENIZE, {})
     return token_ids("tokens", array("tokens", raw.get("tokens"), MAX_DETOKENIZE), limits.vocab_size, MAX_DETOKENIZE)
 
 

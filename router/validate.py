@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from headrace.errors import HeadraceError, invalid
 from headrace.sampling import SamplingParams
 from router.api import GenerationSpec
-from router.scalars import INT64_MAX, array, boolean, integer, label, number, string
+from router.scalars import INT64_MAX, array, boolean, integer, json_object, label, number, string
 from router.spec import GatewaySpec
 from router.text import TextModel, check_unicode
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_BIASES = 300
+"""OpenAI's own limit."""
 MAX_SALT_CHARS = 256
 MAX_DEADLINE_S = 3600.0
 _GREEDY_BELOW = 1e-5
@@ -72,6 +74,11 @@ class Options:
     stop: tuple[str, ...]
     include_stop: bool
     stop_token_ids: tuple[int, ...]
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
     cache_salt: str
     no_cache: bool
 
@@ -112,6 +119,11 @@ def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
         stop=stop_strings(given("stop"), limits),
         include_stop=boolean("include_stop_str_in_output", _or(given("include_stop_str_in_output"), False)),
         stop_token_ids=stop_token_ids(given("stop_token_ids"), limits),
+        min_p=number("min_p", _or(given("min_p"), 0.0), 0, 1),
+        repetition_penalty=number("repetition_penalty", _or(given("repetition_penalty"), 1.0), 0, 2, above_low=True),
+        presence_penalty=number("presence_penalty", _or(given("presence_penalty"), 0.0), -2, 2),
+        frequency_penalty=number("frequency_penalty", _or(given("frequency_penalty"), 0.0), -2, 2),
+        logit_bias=logit_bias(given("logit_bias"), limits),
         cache_salt=cache_salt(given("cache_salt")),
         no_cache=boolean("no_cache", _or(given("no_cache"), False)),
     )
@@ -139,6 +151,20 @@ def stop_token_ids(value: object | None, limits: Limits) -> tuple[int, ...]:
         return ()
     items = array("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
     return tuple(integer("stop_token_ids", item, 0, limits.vocab_size - 1) for item in items)
+
+
+def logit_bias(value: object | None, limits: Limits) -> tuple[tuple[int, float], ...]:
+    """(token id, amount) from an object whose keys are ids as decimal text; a number has one text only."""
+    if value is None:
+        return ()
+    bias = json_object("logit_bias", value)
+    if len(bias) > MAX_BIASES:
+        raise invalid("logit_bias", f"must have at most {MAX_BIASES} entries")
+    for key in bias:
+        is_number = key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))
+        if not is_number or int(key) >= limits.vocab_size:
+            raise invalid("logit_bias", f"keys must be token ids between 0 and {limits.vocab_size - 1}")
+    return tuple((int(key), number("logit_bias", amount, -100, 100)) for key, amount in bias.items())
 
 
 def cache_salt(value: object | None) -> str:
@@ -233,6 +259,11 @@ def build_spec(
             branch=branch,
             ignore_eos=options.ignore_eos,
             stop_token_ids=options.stop_token_ids,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            logit_bias=options.logit_bias,
         )
         for branch in range(options.n)
     )
