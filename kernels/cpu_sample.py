@@ -111,7 +111,8 @@ def _cut(weights, bits, size, bin_counts, bin_sums, most, mass):  # type: ignore
             bin_counts[b] = 0.0
             bin_sums[b] = 0.0
         for i in range(size):
-            if bits[i] >> (shift + 10) == border:
+            # What is cut already is passed over: its one bin would be a chain through memory.
+            if bits[i] != 0 and bits[i] >> (shift + 10) == border:
                 b = (bits[i] >> shift) & (_BINS - 1)
                 bin_counts[b] += 1.0
                 bin_sums[b] += weights[i]
@@ -212,9 +213,9 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
             weights[i] = np.float32(-np.inf)
         softmax_row(mine, size // 16, np.float32(0.0))
         if min_p > 0.0:
-            for i in range(vocab):
-                if weights[i] < min_p:
-                    weights[i] = np.float32(0.0)
+            least = np.float32(min_p)
+            for i in range(size):
+                weights[i] = weights[i] if weights[i] >= least else np.float32(0.0)
         total = _sum_chunks(weights, sums, chunks)
         if 0 < top_k < vocab:
             _cut(weights, bits, size, bin_counts, bin_sums, top_k, np.inf)

@@ -89,6 +89,16 @@ def test_zero_is_a_value_and_unset_is_the_default(client: HeadraceClient, doors:
     assert 4 < spec.deadline_s < 5.5  # gRPC rounds timeouts up
 
 
+def test_penalties_bias_and_min_p_reach_the_engine(client: HeadraceClient, doors: Doors) -> None:
+    options = {"repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 2, "min_p": 0.25}
+    client.generate("hello", max_tokens=1, logit_bias={5: -1.5, 266: 100}, **options)
+    params = doors.gateway.specs[-1].sampling[0]
+    assert {name: getattr(params, name) for name in options} == options
+    assert dict(params.logit_bias) == {5: -1.5, 266: 100.0}
+    client.generate("hello", max_tokens=1)
+    assert not doors.gateway.specs[-1].sampling[0].needs_history
+
+
 def test_one_stop_string_is_one_stop(client: HeadraceClient) -> None:
     answer = client.generate("hello world", max_tokens=20, stop=" wor").choices[0]
     assert (answer.text, answer.finish_reason) == ("hello", "stop")

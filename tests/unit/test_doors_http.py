@@ -77,6 +77,20 @@ def test_openai_completions_and_chat(sdk: openai.OpenAI) -> None:
     assert chat.id.startswith("chatcmpl-")
 
 
+def test_openai_penalties_and_bias_reach_the_engine(sdk: openai.OpenAI, doors: Doors) -> None:
+    own = {"presence_penalty": 0.5, "frequency_penalty": -0.25}
+    extra = {"repetition_penalty": 1.5, "min_p": 0.1, "top_k": 7}
+    chat = [{"role": "user", "content": "hello"}]
+    for create, prompt in (
+        (sdk.completions.create, {"prompt": "a"}),
+        (sdk.chat.completions.create, {"messages": chat}),
+    ):
+        create(model="tiny", max_tokens=1, logit_bias={"5": -100, "6": 1}, extra_body=extra, **own, **prompt)
+        params = doors.gateway.specs[-1].sampling[0]
+        assert {name: getattr(params, name) for name in own | extra} == own | extra
+        assert params.logit_bias == ((5, -100.0), (6, 1.0))
+
+
 def test_openai_streams_equal_the_whole_answers(sdk: openai.OpenAI) -> None:
     whole = sdk.completions.create(model="tiny", prompt=UNICODE, max_tokens=60).choices[0].text
     chunks = list(sdk.completions.create(model="tiny", prompt=UNICODE, max_tokens=60, stream=True))

@@ -120,7 +120,7 @@ def test_a_row_among_others_is_the_row_alone(seed: int) -> None:
         ({"presence_penalty": -1.0, "frequency_penalty": 0.25}, [4, 4.75, 4.5, 4, -1]),
         ({"repetition_penalty": 0.5, "logit_bias": ((0, -5.0), (4, -2.0))}, [-0.5, 8, 8, 4, -3]),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_repetition_counts_prompt_and_output_and_the_others_the_output_alone(
     penalty: dict[str, Any], wanted: list[float]
