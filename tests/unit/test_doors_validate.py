@@ -267,40 +267,6 @@ def test_min_tokens_is_at_most_max_tokens_after_defaults() -> None:
         assert caught.value.field == "min_tokens"
 
 
-def test_penalties_bias_and_min_p_reach_every_branch_and_the_ends_of_their_ranges_are_inside() -> None:
-    for low, high in ((-2, 2), (2, -2)):
-        given = spec(5, n=2, presence_penalty=low, frequency_penalty=high, logit_bias={"99": -100, "0": 100})
-        for params in given.sampling:
-            assert (params.presence_penalty, params.frequency_penalty) == (low, high)
-            assert params.logit_bias == ((99, -100.0), (0, 100.0))
-            assert params.needs_history
-    for repetition, min_p in ((2, 1), (0.01, 0.5)):
-        params = spec(5, repetition_penalty=repetition, min_p=min_p).sampling[0]
-        assert (params.repetition_penalty, params.min_p) == (repetition, min_p)
-    plain = spec(5, repetition_penalty=1, presence_penalty=0, frequency_penalty=None, min_p=0, logit_bias={})
-    assert plain == spec(5)
-    assert not plain.sampling[0].needs_history
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "limit"),
-    [
-        ("presence_penalty", 2.5, "between -2 and 2"),
-        ("frequency_penalty", -2.5, "between -2 and 2"),
-        ("repetition_penalty", 0, "greater than 0 and at most 2"),
-        ("min_p", 1.5, "between 0 and 1"),
-        ("logit_bias", {"5": 101}, "between -100 and 100"),
-        ("logit_bias", {"100": 1}, "token ids between 0 and 99"),
-        ("logit_bias", dict.fromkeys(map(str, range(301)), 1), "at most 300 entries"),
-    ],
-)
-def test_a_refusal_tells_the_limit(field: str, value: object, limit: str) -> None:
-    for chat in (False, True):
-        error = refused(field, value, chat)
-        assert error.field == field
-        assert limit in error.message
-
-
 def test_branches_share_one_seed_and_differ_by_number() -> None:
     given = spec(5, n=3, seed=-9)
     assert [(p.seed, p.branch) for p in given.sampling] == [(-9, 0), (-9, 1), (-9, 2)]
