@@ -5,7 +5,7 @@
         for chunk in client.stream(chat("Tell a story")):
             ...
 
-Every failure is a HeadraceError with the server's code, message, field and retry time.
+Every failure is a HeadraceError with the server's code, message, field, retry time and reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from headrace.errors import Code, HeadraceError, invalid
 from headrace.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
+_OF_REQUEST = frozenset({"priority", "task", "steps_left", "parent"})
 Input = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A prompt, token ids, or chat messages `{"role": ..., "content": ...}`."""
 
 MAX_MESSAGE_BYTES = 32 << 20
 _FIELD_KEY = "headrace-field"
 _RETRY_KEY = "retry-after-ms"
+_REASON_KEY = "headrace-reason"
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -53,6 +55,19 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+
+
+class Options(Sampling, total=False):
+    """Sampling, and what the request is to its caller.
+
+    A lower priority is earlier, 0 is ordinary; `task` labels the kind of work; `steps_left` are the steps that an agent
+    may still take; `parent` is the request_id of a request in progress whose cancellation ends this one too.
+    """
+
+    priority: int
+    task: str
+    steps_left: int
+    parent: str
 
 
 def chat(text: str, system: str | None = None) -> list[dict[str, str]]:
@@ -101,10 +116,10 @@ class HeadraceClient:
         cache_salt: str = "",
         no_cache: bool = False,
         timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
+        **options: Unpack[Options],
     ) -> inference_pb2.GenerateResponse:
         """The whole answer: `.choices[i].text`, `.usage`, `.explanation` when asked for."""
-        request = _request(prompt, model, request_id, explain, cache_salt, no_cache, sampling)
+        request = _request(prompt, model, request_id, explain, cache_salt, no_cache, options)
         return self._call(self._inference.Generate, request, timeout_s)
 
     def stream(
@@ -117,10 +132,10 @@ class HeadraceClient:
         cache_salt: str = "",
         no_cache: bool = False,
         timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
+        **options: Unpack[Options],
     ) -> Iterator[inference_pb2.GenerateStreamResponse]:
         """Deltas as they come. Closing the iterator, or leaving it, cancels the request on the server."""
-        request = _request(prompt, model, request_id, explain, cache_salt, no_cache, sampling)
+        request = _request(prompt, model, request_id, explain, cache_salt, no_cache, options)
         call = self._inference.GenerateStream(request, timeout=self._timeout(timeout_s), metadata=self._metadata)
         try:
             yield from call
@@ -174,6 +189,7 @@ def from_rpc_error(error: grpc.RpcError) -> HeadraceError:
         error.details() or name,
         field=trailers.get(_FIELD_KEY),
         retry_after_s=int(retry) / 1000 if retry.isdigit() else None,
+        reason=trailers.get(_REASON_KEY),
     )
 
 
@@ -184,17 +200,20 @@ def _request(
     explain: bool,
     cache_salt: str,
     no_cache: bool,
-    sampling: Sampling,
+    options: Options,
 ) -> inference_pb2.GenerateRequest:
-    if isinstance(stop := sampling.get("stop"), str):
-        sampling = {**sampling, "stop": [stop]}
+    request = inference_pb2.GenerateRequest(
+        model=model, request_id=request_id, explain=explain, cache_salt=cache_salt, no_cache=no_cache
+    )
+    if isinstance(stop := options.get("stop"), str):
+        options = {**options, "stop": [stop]}
+    sampling = {name: value for name, value in options.items() if name not in _OF_REQUEST}
     try:
-        options = inference_pb2.SamplingOptions(**sampling)
+        for name in options.keys() & _OF_REQUEST:
+            setattr(request, name, options[name])  # type: ignore[literal-required]
+        request.sampling.CopyFrom(inference_pb2.SamplingOptions(**sampling))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise invalid("sampling", str(error)) from None
-    request = inference_pb2.GenerateRequest(
-        model=model, sampling=options, request_id=request_id, explain=explain, cache_salt=cache_salt, no_cache=no_cache
-    )
     if isinstance(prompt, str):
         request.prompt = prompt
     elif prompt and isinstance(prompt[0], Mapping):

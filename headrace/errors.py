@@ -44,24 +44,32 @@ HTTP_STATUS: dict[Code, int] = {
 
 
 class HeadraceError(Exception):
-    """A refusal with a code, a message for people, and the field and retry time where they apply.
+    """A refusal with a code, a message for people, and the field, retry time and reason (a machine word such as
+    `tenant_rate`, finer than the code) where they apply.
 
     The message never echoes the input, never names classes, paths or peers.
     """
 
     def __init__(
-        self, code: Code, message: str, *, field: str | None = None, retry_after_s: float | None = None
+        self,
+        code: Code,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
-def invalid(field: str, message: str) -> HeadraceError:
+def invalid(field: str, message: str, *, reason: str | None = None) -> HeadraceError:
     """A bad parameter: the message should name the limit that was broken."""
-    return HeadraceError(Code.INVALID_ARGUMENT, f"{field}: {message}", field=field)
+    return HeadraceError(Code.INVALID_ARGUMENT, f"{field}: {message}", field=field, reason=reason)
 
 
 class StartupError(Exception):

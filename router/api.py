@@ -33,6 +33,16 @@ class GenerationSpec:
     received_at: float = 0.0
     """Monotonic seconds on this process."""
     tokenized_at: float = 0.0
+    endpoint: str = ""
+    """chat | completions | generate: the door that it came through."""
+    task: str = ""
+    """The client's label of the kind of work."""
+    priority: int = 0
+    """The client's, as vLLM has it: lower is earlier."""
+    steps_left: int | None = None
+    """Steps that the client's agent may still take after this one; None: not told."""
+    parent: str = ""
+    """Label of a live request of the tenant whose cancellation ends this one too, or ''."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,6 @@ NOT_SERVED: Mapping[str, Check] = {
     "guided_regex": _unbuilt,
     "guided_choice": _unbuilt,
     "guided_grammar": _unbuilt,
-    "priority": _integer(-(2**31), 2**31, 0),
     "lora": _unbuilt,
     "adapter": _unbuilt,
     "user": _note(512),

@@ -1,12 +1,14 @@
 """The gRPC door: headrace.v1.Inference, health and reflection on one port.
 
-An error is a status with a message for people and trailing metadata for programs: `headrace-field`, `retry-after-ms`.
+An error is a status with a message for people and trailing metadata for programs: `headrace-field`,
+`headrace-reason`, `retry-after-ms`.
 Handlers write with `context.write` in their own task, so that a cancelled RPC closes its `generate()` iterator at once.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -32,13 +34,14 @@ from router.messages import parse_messages
 from router.metrics import DoorMetrics
 from router.scalars import label
 from router.spec import GatewaySpec
-from router.validate import MAX_BIASES, Caller, Options, parse_options
+from router.validate import MAX_BIASES, Caller, Options, parse_options, steps_left, task_label
 
 log = logging.getLogger("headrace.router.grpc")
 
 SERVICE = "headrace.v1.Inference"
 FIELD_KEY = "headrace-field"
 RETRY_KEY = "retry-after-ms"
+REASON_KEY = "headrace-reason"
 MAX_MESSAGE_BYTES = 32 << 20
 _SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos"),
@@ -187,7 +190,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         left = context.time_remaining()
         if left is not None and left <= 0:
             raise HeadraceError(Code.DEADLINE_EXCEEDED, "the deadline is over")
-        caller = Caller(tenant, name, left, received_at)
+        caller = Caller(
+            tenant=tenant,
+            label=name,
+            deadline_s=left,
+            received_at=received_at,
+            endpoint="generate",
+            task=task_label("task", request.task),
+            steps_left=steps_left("steps_left", request.steps_left if request.HasField("steps_left") else None),
+            parent=label("parent", request.parent),
+        )
         spec = await door.prepare(self._prompt(request), options, caller, explain=request.explain)
         return spec, name or f"gen-{secrets.token_hex(12)}"
 
@@ -205,6 +217,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if request.cache_salt:
             raw["cache_salt"] = request.cache_salt
         raw["no_cache"] = request.no_cache
+        raw["priority"] = request.priority
         return parse_options(raw, self._door.limits)
 
     def _prompt(self, request: pb.GenerateRequest) -> Prompt:
@@ -265,7 +278,9 @@ class _Call:
         if error.field is not None:
             trailers.append((FIELD_KEY, error.field.encode("ascii", "replace").decode()))
         if error.retry_after_s is not None:
-            trailers.append((RETRY_KEY, str(round(error.retry_after_s * 1000))))
+            trailers.append((RETRY_KEY, str(math.ceil(error.retry_after_s * 1000))))
+        if error.reason is not None:
+            trailers.append((REASON_KEY, error.reason))
         await self._context.abort(grpc.StatusCode[error.code.name], error.message, tuple(trailers))
 
 

@@ -41,13 +41,21 @@ def http_status(error: HeadraceError) -> int:
 
 
 def error_body(error: HeadraceError) -> dict[str, object]:
-    """`{"error": {message, type, param, code}}`; type and code as OpenAI's clients know them, else the code's name."""
+    """`{"error": {message, type, param, code}}`; type and code as OpenAI's clients know them, else the code's name. A
+    refusal by admission has `reason` too.
+    """
     status = http_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.code is Code.NOT_FOUND and error.field == "model" else error.code.lower()
-    return {
-        "error": {"message": error.message[:_MAX_ERROR_CHARS], "type": kind, "param": error.field, "code": code},
+    body: dict[str, object] = {
+        "message": error.message[:_MAX_ERROR_CHARS],
+        "type": kind,
+        "param": error.field,
+        "code": code,
     }
+    if error.reason is not None:
+        body["reason"] = error.reason
+    return {"error": body}
 
 
 def error_headers(error: HeadraceError) -> dict[str, str]:

@@ -40,13 +40,16 @@ from router.openai_format import ChunkWriter, WholeAnswer, sse
 from router.openai_models import Call, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.scalars import label
 from router.spec import GatewaySpec
-from router.validate import Caller, deadline
+from router.validate import Caller, deadline, request_label, steps_left, task_label
 
 log = logging.getLogger("headrace.router.http")
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 MAX_HEADER_BYTES = 64 << 10
 DEADLINE_HEADER = "x-request-timeout-s"
+TASK_HEADER = "x-headrace-task"
+STEPS_HEADER = "x-headrace-steps-left"
+PARENT_HEADER = "x-headrace-parent"
 _INTERNAL = HeadraceError(Code.INTERNAL, "internal error; the server's log has it under this request's id")
 
 
@@ -219,12 +222,17 @@ class _Api:
         return json_response(answer.body(), headers=headers)
 
     async def _prepare(self, request: Request, call: Call) -> list[GenerationSpec]:
-        header = request.headers.get("x-request-id")
+        headers = request.headers
+        header = headers.get("x-request-id")
         caller = Caller(
             tenant=request.state.tenant,
             label=call.label if header is None else label("x-request-id", header),
-            deadline_s=deadline(DEADLINE_HEADER, request.headers.get(DEADLINE_HEADER)),
+            deadline_s=deadline(DEADLINE_HEADER, headers.get(DEADLINE_HEADER)),
             received_at=request.state.received_at,
+            endpoint="chat" if call.chat else "completions",
+            task=task_label(TASK_HEADER, headers.get(TASK_HEADER)),
+            steps_left=steps_left(STEPS_HEADER, headers.get(STEPS_HEADER)),
+            parent=request_label(PARENT_HEADER, headers.get(PARENT_HEADER)),
         )
         return [await self.door.prepare(prompt, call.options, caller) for prompt in call.prompts]
 

@@ -40,6 +40,7 @@ _COMMON = frozenset(
         "include_stop_str_in_output",
         "cache_salt",
         "no_cache",
+        "priority",
         "request_id",
         "return_token_ids",
         "add_special_tokens",

@@ -5,6 +5,7 @@ Order of refusal: type and range of every option (cheap, whatever the prompt), t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,9 @@ MAX_BIASES = 300
 """OpenAI's own limit."""
 MAX_SALT_CHARS = 256
 MAX_DEADLINE_S = 3600.0
+MAX_PRIORITY = 2**31 - 1
+MAX_STEPS = 1_000_000
+_TASK = re.compile(r"[A-Za-z0-9_.:/\-]{1,64}")
 _GREEDY_BELOW = 1e-5
 """Logits divided by less overflow float32; the draw would be the arg max anyway."""
 
@@ -81,16 +85,21 @@ class Options:
     logit_bias: tuple[tuple[int, float], ...]
     cache_salt: str
     no_cache: bool
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and until when."""
+    """Who asks, through which door, for what and until when."""
 
     tenant: str
     label: str
     deadline_s: float | None
     received_at: float
+    endpoint: str = ""
+    task: str = ""
+    steps_left: int | None = None
+    parent: str = ""
 
 
 def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
@@ -126,6 +135,7 @@ def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
         logit_bias=logit_bias(given("logit_bias"), limits),
         cache_salt=cache_salt(given("cache_salt")),
         no_cache=boolean("no_cache", _or(given("no_cache"), False)),
+        priority=integer("priority", _or(given("priority"), 0), -MAX_PRIORITY, MAX_PRIORITY),
     )
 
 
@@ -280,11 +290,34 @@ def build_spec(
         explain=explain,
         received_at=caller.received_at,
         tokenized_at=tokenized_at,
+        endpoint=caller.endpoint,
+        task=caller.task,
+        priority=options.priority,
+        steps_left=caller.steps_left,
+        parent=caller.parent,
     )
 
 
 def request_label(field: str, value: object | None) -> str:
     return "" if value is None else label(field, value)
+
+
+def task_label(field: str, value: str | None) -> str:
+    """'' when absent. It is a key of statistics and metrics: short, and of few kinds of character."""
+    if not value:
+        return ""
+    if not _TASK.fullmatch(value):
+        raise invalid(field, "must have 1 to 64 letters, digits, `_`, `.`, `:`, `/` or `-`")
+    return value
+
+
+def steps_left(field: str, value: int | str | None) -> int | None:
+    """A whole number, or its decimal text (headers)."""
+    if isinstance(value, str):
+        if not (value.isascii() and value.isdigit() and len(value) <= 10):
+            raise invalid(field, f"must be an integer between 0 and {MAX_STEPS}")
+        value = int(value)
+    return None if value is None else integer(field, value, 0, MAX_STEPS)
 
 
 def _or(value: object | None, default: object) -> object:

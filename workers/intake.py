@@ -76,4 +76,10 @@ def request_from(
         no_cache=body.no_cache,
         hand_off=hand_off,
         adopted=adopted,
+        tenant=body.tenant,
+        priority=body.priority,
+        endpoint=body.endpoint,
+        task=body.task,
+        steps_left=body.steps_left if body.HasField("steps_left") else None,
+        predicted_output_tokens=body.reserved_output_tokens,
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\"\xfa\x04\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\x03\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x0f \x03(\x0b\x32+.headrace.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\x8d\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08no_cache\x18\t \x01(\x08\x42\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"!\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02ms\x18\x02 \x01(\x01\"\xa6\x02\n\x0b\x45xplanation\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x06 \x01(\x04\x12\x0c\n\x04lane\x18\x07 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\x12*\n\x0eto_first_token\x18\n \x03(\x0b\x32\x12.headrace.v1.Stage\x12\"\n\x06to_end\x18\x0b \x03(\x0b\x32\x12.headrace.v1.Stage\x12\x1b\n\x13second_token_gap_ms\x18\x0c \x01(\x01\"O\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\"\xad\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Choice\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.headrace.v1.Usage\x12-\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x18.headrace.v1.Explanation\"\xa4\x01\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.headrace.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12-\n\x0b\x65xplanation\x18\x04 \x01(\x0b\x32\x18.headrace.v1.Explanation\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"f\n\x0fTokenizeRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"!\n\x10ModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb2\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r2\x83\x03\n\tInference\x12G\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.headrace.v1.GenerateRequest\x1a#.headrace.v1.GenerateStreamResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12J\n\tModelInfo\x12\x1d.headrace.v1.ModelInfoRequest\x1a\x1e.headrace.v1.ModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\"\xfa\x04\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\x03\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x0f \x03(\x0b\x32+.headrace.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xe5\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08no_cache\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x03\x12\x0c\n\x04task\x18\x0b \x01(\t\x12\x17\n\nsteps_left\x18\x0c \x01(\x03H\x01\x88\x01\x01\x12\x0e\n\x06parent\x18\r \x01(\tB\x07\n\x05inputB\r\n\x0b_steps_left\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"!\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02ms\x18\x02 \x01(\x01\"\xa6\x02\n\x0b\x45xplanation\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x06 \x01(\x04\x12\x0c\n\x04lane\x18\x07 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\x12*\n\x0eto_first_token\x18\n \x03(\x0b\x32\x12.headrace.v1.Stage\x12\"\n\x06to_end\x18\x0b \x03(\x0b\x32\x12.headrace.v1.Stage\x12\x1b\n\x13second_token_gap_ms\x18\x0c \x01(\x01\"O\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\"\xad\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x13.headrace.v1.Choice\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.headrace.v1.Usage\x12-\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x18.headrace.v1.Explanation\"\xa4\x01\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.headrace.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12-\n\x0b\x65xplanation\x18\x04 \x01(\x0b\x32\x18.headrace.v1.Explanation\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"f\n\x0fTokenizeRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"!\n\x10ModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb2\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r2\x83\x03\n\tInference\x12G\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.headrace.v1.GenerateRequest\x1a#.headrace.v1.GenerateStreamResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12J\n\tModelInfo\x12\x1d.headrace.v1.ModelInfoRequest\x1a\x1e.headrace.v1.ModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,31 +44,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=590
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=638
   _globals['_GENERATEREQUEST']._serialized_start=813
-  _globals['_GENERATEREQUEST']._serialized_end=1082
-  _globals['_USAGE']._serialized_start=1084
-  _globals['_USAGE']._serialized_end=1164
-  _globals['_STAGE']._serialized_start=1166
-  _globals['_STAGE']._serialized_end=1199
-  _globals['_EXPLANATION']._serialized_start=1202
-  _globals['_EXPLANATION']._serialized_end=1496
-  _globals['_CHOICE']._serialized_start=1498
-  _globals['_CHOICE']._serialized_end=1577
-  _globals['_GENERATERESPONSE']._serialized_start=1580
-  _globals['_GENERATERESPONSE']._serialized_end=1753
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1756
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1920
-  _globals['_CANCELREQUEST']._serialized_start=1922
-  _globals['_CANCELREQUEST']._serialized_end=1957
-  _globals['_CANCELRESPONSE']._serialized_start=1959
-  _globals['_CANCELRESPONSE']._serialized_end=1994
-  _globals['_TOKENIZEREQUEST']._serialized_start=1996
-  _globals['_TOKENIZEREQUEST']._serialized_end=2098
-  _globals['_TOKENIZERESPONSE']._serialized_start=2100
-  _globals['_TOKENIZERESPONSE']._serialized_end=2160
-  _globals['_MODELINFOREQUEST']._serialized_start=2162
-  _globals['_MODELINFOREQUEST']._serialized_end=2195
-  _globals['_MODELINFORESPONSE']._serialized_start=2198
-  _globals['_MODELINFORESPONSE']._serialized_end=2376
-  _globals['_INFERENCE']._serialized_start=2379
-  _globals['_INFERENCE']._serialized_end=2766
+  _globals['_GENERATEREQUEST']._serialized_end=1170
+  _globals['_USAGE']._serialized_start=1172
+  _globals['_USAGE']._serialized_end=1252
+  _globals['_STAGE']._serialized_start=1254
+  _globals['_STAGE']._serialized_end=1287
+  _globals['_EXPLANATION']._serialized_start=1290
+  _globals['_EXPLANATION']._serialized_end=1584
+  _globals['_CHOICE']._serialized_start=1586
+  _globals['_CHOICE']._serialized_end=1665
+  _globals['_GENERATERESPONSE']._serialized_start=1668
+  _globals['_GENERATERESPONSE']._serialized_end=1841
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1844
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2008
+  _globals['_CANCELREQUEST']._serialized_start=2010
+  _globals['_CANCELREQUEST']._serialized_end=2045
+  _globals['_CANCELRESPONSE']._serialized_start=2047
+  _globals['_CANCELRESPONSE']._serialized_end=2082
+  _globals['_TOKENIZEREQUEST']._serialized_start=2084
+  _globals['_TOKENIZEREQUEST']._serialized_end=2186
+  _globals['_TOKENIZERESPONSE']._serialized_start=2188
+  _globals['_TOKENIZERESPONSE']._serialized_end=2248
+  _globals['_MODELINFOREQUEST']._serialized_start=2250
+  _globals['_MODELINFOREQUEST']._serialized_end=2283
+  _globals['_MODELINFORESPONSE']._serialized_start=2286
+  _globals['_MODELINFORESPONSE']._serialized_end=2464
+  _globals['_INFERENCE']._serialized_start=2467
+  _globals['_INFERENCE']._serialized_end=2854
 # @@protoc_insertion_point(module_scope)

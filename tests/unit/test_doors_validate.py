@@ -12,7 +12,17 @@ from router.auth import Authenticator, cluster_token_ok
 from router.fields import NOT_SERVED, NOT_SERVED_CHAT
 from router.messages import parse_messages
 from router.openai_models import parse_chat, parse_completion
-from router.validate import Caller, Limits, build_spec, check_length, deadline, parse_options, token_ids
+from router.validate import (
+    Caller,
+    Limits,
+    build_spec,
+    check_length,
+    deadline,
+    parse_options,
+    steps_left,
+    task_label,
+    token_ids,
+)
 
 LIMITS = Limits(
     vocab_size=100, max_model_len=50, default_max_tokens=None, max_n=4, max_stop_strings=4, max_stop_bytes=16
@@ -35,6 +45,7 @@ OPTION_ERRORS = [
     ("stop_token_ids", [[100], [-1], [2**32], [True], ["1"], [1.5], list(range(65)), 5, "1"]),
     ("cache_salt", [5, "x" * 257, [], "\udc00"]),
     ("no_cache", [1, "false"]),
+    ("priority", [2**31, -(2**31), 0.5, "1", True, NAN]),
     ("include_stop_str_in_output", [1, "yes"]),
     ("stream", [1, "true"]),
     ("return_token_ids", ["x"]),
@@ -72,7 +83,6 @@ NOT_BUILT_VALUES = [
     ("allowed_token_ids", [1]),
     ("bad_words", ["x"]),
     ("truncate_prompt_tokens", 5),
-    ("priority", 1),
     ("store", True),
 ]
 NEUTRAL = {
@@ -381,3 +391,28 @@ def test_the_cluster_token_opens_only_to_itself() -> None:
     assert not cluster_token_ok([("x-headrace-cluster", "u")], "t")
     assert not cluster_token_ok(None, "t")
     assert not cluster_token_ok([("x-headrace-cluster", "")], "")
+
+
+def test_priority_task_steps_and_parent_are_part_of_the_call() -> None:
+    caller = replace(CALLER, endpoint="chat", task="sum", steps_left=0, parent="root")
+    options = parse_options({"priority": -5}, LIMITS)
+    spec = build_spec("prompt", [1, 2], options, caller, LIMITS, lambda: 1, tokenized_at=0.0)
+    assert (spec.endpoint, spec.task, spec.priority, spec.steps_left, spec.parent) == ("chat", "sum", -5, 0, "root")
+    assert parse_options({}, LIMITS).priority == 0
+
+
+@pytest.mark.parametrize("value", ["a b", "x" * 65, "é", "a\n", "\x00", "a,b"])
+def test_a_task_is_a_short_plain_label(value: str) -> None:
+    assert task_label("task", "Sum/long:v1.2_a-b") == "Sum/long:v1.2_a-b"
+    assert task_label("task", None) == task_label("task", "") == ""
+    with pytest.raises(HeadraceError) as caught:
+        task_label("task", value)
+    assert (caught.value.code, caught.value.field) == (BAD, "task")
+
+
+@pytest.mark.parametrize("value", [-1, 1_000_001, "-1", "+1", "1.5", "", "٣", "1e3", "9" * 5000])
+def test_steps_left_is_a_whole_number(value: int | str) -> None:
+    assert (steps_left("s", None), steps_left("s", 0), steps_left("s", "12")) == (None, 0, 12)
+    with pytest.raises(HeadraceError) as caught:
+        steps_left("s", value)
+    assert (caught.value.code, caught.value.field) == (BAD, "s")

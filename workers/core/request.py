@@ -102,11 +102,13 @@ class Request:
     deadline: float | None = None
     tenant: str = ""
     priority: int = 0
-    """Lower goes first."""
+    """The client's, as vLLM has it: lower is earlier."""
+    endpoint: str = ""
+    task: str = ""
+    steps_left: int | None = None
+    """Steps that the client's agent may still take after this one; None: not told."""
     predicted_output_tokens: int = 0
-    """Output tokens that the gateway expects, from its history; 0: it knows nothing."""
-    steps_left: int = 0
-    """Further model calls that the agent's deadline must hold; 0: this is the last or the only one."""
+    """Length that the whole output, over all attempts, is expected not to exceed; 0: not predicted."""
     adapter: str = ""
     grammar: str = ""
     session: Hashable = None
