@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from headrace.core.admission_records import Ticket
 from headrace.core.records import FinishReason
 from router.api import Delta, Explanation, GenerationSpec, Usage
 from router.branch_text import BranchText
@@ -21,11 +22,14 @@ class Branch:
 
     flight: Flight
     index: int
+    spec: GenerationSpec
     namespace: bytes
-    no_cache: bool
     deadline: float
     """Seconds on the gateway's clock."""
     events: Events
+    ticket: Ticket
+    reserved_output_tokens: int
+    """Predicted length of the whole output."""
 
 
 Events = asyncio.Queue[tuple[Branch, Deliver | Ended]]

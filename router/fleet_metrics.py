@@ -66,6 +66,14 @@ class FleetMetrics(Collector):
         for outcome in ("accepted", "completed", "failed", "cancelled", "retries"):
             outcomes.add_metric((self._model, outcome), float(getattr(counters, outcome)))
         yield outcomes
+        admissions = CounterMetricFamily(
+            "headrace_admissions",
+            "Choices by what admission decided and why",
+            labels=("model_name", "action", "reason"),
+        )
+        for (action, reason), count in sorted(gateway.gate.decisions.items()):
+            admissions.add_metric((self._model, action, reason), float(count))
+        yield admissions
 
 
 def _usage(view: WorkerView) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from headrace.core.records import WorkerLoad
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2 as pb
-from router.core.flight import Flight, Leg
+from router.answer import Branch
+from router.core.flight import Leg
 
 
-def body(flight: Flight, namespace: bytes, no_cache: bool, time_left_s: float) -> pb.RequestBody:
-    params = flight.sampling
+def body(branch: Branch, time_left_s: float) -> pb.RequestBody:
+    flight, spec, params = branch.flight, branch.spec, branch.flight.sampling
     return pb.RequestBody(
         request_id=flight.request_id,
         attempt=flight.attempt,
@@ -33,8 +34,14 @@ def body(flight: Flight, namespace: bytes, no_cache: bool, time_left_s: float) -
             bias_amounts=[amount for _, amount in params.logit_bias],
         ),
         time_left_s=time_left_s,
-        namespace=namespace,
-        no_cache=no_cache,
+        namespace=branch.namespace,
+        no_cache=spec.no_cache,
+        tenant=spec.tenant,
+        priority=spec.priority,
+        endpoint=spec.endpoint,
+        task=spec.task,
+        reserved_output_tokens=branch.reserved_output_tokens,
+        steps_left=spec.steps_left,
     )
 
 

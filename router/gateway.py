@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
 from headrace.core.records import FinishReason
-from headrace.errors import Code, HeadraceError, invalid
+from headrace.errors import Code, HeadraceError
 from headrace.ids import IdFactory, RequestId, random_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
@@ -36,8 +36,10 @@ from router.core.flight import (
     Leg,
     SubmitTo,
 )
+from router.core.kin import Kin
 from router.core.placement import Mode, choose_plan
 from router.fleet import Fleet
+from router.gate import Admitted, Gate
 from router.session import WorkerSession
 from router.spec import GatewaySpec
 from router.text import TextModel
@@ -73,9 +75,10 @@ class Gateway:
         self._handles = itertools.count(1)
         self._turns = itertools.count()
         self.fleet = Fleet(spec, self)
+        self.gate = Gate(spec)
         self._legs: dict[int, tuple[Branch, Leg]] = {}
         self._live: dict[RequestId, Branch] = {}
-        self._labels: dict[tuple[str, str], list[Branch]] = {}
+        self._kin: Kin[Branch] = Kin()
         self._queued: dict[RequestId, Branch] = {}
         self._draining = False
 
@@ -83,16 +86,17 @@ class Gateway:
 
     async def generate(self, spec: GenerationSpec) -> AsyncIterator[Delta]:
         """See `router.api.GatewayService`."""
-        self._admit(spec)
-        events: Events = asyncio.Queue()
         now = self._clock()
         deadline_s = self.spec.default_deadline_s if spec.deadline_s is None else spec.deadline_s
+        parents = self._parents(spec)
+        admitted = self._admit(spec, deadline_s, now)
+        events: Events = asyncio.Queue()
         timer = None
-        branches = [self._branch(spec, i, events, now, now + deadline_s) for i in range(len(spec.sampling))]
+        branches = [self._branch(spec, i, admitted, events, now, now + deadline_s) for i in range(len(spec.sampling))]
         try:
             timer = asyncio.get_running_loop().call_later(deadline_s, self._deadline, branches)
             for branch in branches:
-                self._accept(branch, spec, now)
+                self._accept(branch, parents, now)
             async for delta in deltas(self.text, spec, branches, events, self._stop):
                 yield delta
         finally:
@@ -100,11 +104,11 @@ class Gateway:
                 timer.cancel()
             for branch in branches:
                 self._act(branch, branch.flight.cancel(self._clock()))
-                self._forget(branch, spec)
+                self._forget(branch)
 
     async def cancel(self, tenant: str, label: str) -> bool:
-        """Cancels every live request of the tenant under this label."""
-        branches = list(self._labels.get((tenant, label), ()))
+        """Cancels every live request of the tenant under this label, and their branches."""
+        branches = self._kin.find(tenant, label)
         for branch in branches:
             self._act(branch, branch.flight.cancel(self._clock()))
         return bool(branches)
@@ -126,28 +130,36 @@ class Gateway:
 
     # ---- admission
 
-    def _admit(self, spec: GenerationSpec) -> None:
+    def _admit(self, spec: GenerationSpec, deadline_s: float, now: float) -> Admitted:
+        """Books the call, or raises its refusal."""
         if self._draining:
-            raise HeadraceError(Code.UNAVAILABLE, "the deployment is shutting down", retry_after_s=5.0)
+            raise self._unavailable(spec, "draining", "the deployment is shutting down", 5.0)
         if not self.ready():
-            raise HeadraceError(Code.UNAVAILABLE, "no worker is ready", retry_after_s=2.0)
-        if len(self._live) + len(spec.sampling) > self.spec.max_live_requests:
-            limit = self.spec.max_live_requests
-            raise HeadraceError(Code.RESOURCE_EXHAUSTED, f"{limit} requests are in progress", retry_after_s=1.0)
+            raise self._unavailable(spec, "no_worker", "no worker is ready", 2.0)
         fleet = self.fleet.views()
-        capacity = max((w.capacity_tokens for w in fleet), default=0)
-        need = len(spec.prompt_ids) + max(p.max_tokens for p in spec.sampling)
-        if fleet and need > capacity:
-            raise invalid(
-                "max_tokens",
-                f"prompt ({len(spec.prompt_ids)} tokens) + max_tokens exceed the KV pool of {capacity} tokens by "
-                f"{need - capacity}",
+        need = len(spec.prompt_ids) + max(params.max_tokens for params in spec.sampling)
+        can_start = choose_plan(self._mode, fleet, (), need, 0) is not None
+        return self.gate.enter(spec, fleet, can_start, deadline_s, now)
+
+    def _unavailable(self, spec: GenerationSpec, reason: str, message: str, retry_after_s: float) -> HeadraceError:
+        self.gate.refused(reason, len(spec.sampling))
+        return HeadraceError(Code.UNAVAILABLE, message, retry_after_s=retry_after_s, reason=reason)
+
+    def _parents(self, spec: GenerationSpec) -> list[Branch]:
+        """What the call is a branch of. One that is over is refused: its cancellation could not reach the child."""
+        found = self._kin.find(spec.tenant, spec.parent)
+        parents = [branch for branch in found if branch.flight.state is not FlightState.ENDED]
+        if spec.parent and not parents:
+            raise HeadraceError(
+                Code.FAILED_PRECONDITION, "parent: no request of this id is in progress", field="parent"
             )
+        return parents
 
     def _branch(
         self,
         spec: GenerationSpec,
         index: int,
+        admitted: Admitted,
         events: Events,
         now: float,
         deadline: float,
@@ -166,24 +178,32 @@ class Gateway:
         flight.timeline.tokenized = spec.tokenized_at or now
         flight.timeline.accepted = now
         namespace = namespace_id(spec.tenant, spec.cache_salt, self.spec.cache_namespace_secret)
-        return Branch(flight, index, namespace, spec.no_cache, deadline, events)
+        return Branch(
+            flight=flight,
+            index=index,
+            spec=spec,
+            namespace=namespace,
+            deadline=deadline,
+            events=events,
+            ticket=admitted.tickets[index],
+            reserved_output_tokens=admitted.reserved_output_tokens,
+        )
 
-    def _accept(self, branch: Branch, spec: GenerationSpec, now: float) -> None:
+    def _accept(self, branch: Branch, parents: list[Branch], now: float) -> None:
         self.counters.accepted += 1
         self._live[branch.flight.request_id] = branch
-        if spec.label:
-            self._labels.setdefault((spec.tenant, spec.label), []).append(branch)
+        self._kin.join(branch, branch.spec.tenant, branch.spec.label, parents)
         self._queued[branch.flight.request_id] = branch
         self._place(branch, now)
 
-    def _forget(self, branch: Branch, spec: GenerationSpec) -> None:
+    def _forget(self, branch: Branch) -> None:
+        """The client has its last piece, or is gone: only now the request's part of the limits is free again, because
+        what a slow reader has not taken yet is held here.
+        """
         self._live.pop(branch.flight.request_id, None)
         self._queued.pop(branch.flight.request_id, None)
-        mates = self._labels.get((spec.tenant, spec.label))
-        if mates and branch in mates:
-            mates.remove(branch)
-            if not mates:
-                del self._labels[spec.tenant, spec.label]
+        self._kin.leave(branch)
+        self.gate.left(branch.ticket, len(branch.flight.output_ids), self._clock())
 
     # ---- carrying out actions
 
@@ -209,9 +229,7 @@ class Gateway:
                 case Deliver():
                     branch.events.put_nowait((branch, action))
                 case Ended(reason, error):
-                    self._count(reason, error)
-                    if error is None:
-                        self.on_completed(branch.flight)
+                    self._ended(branch, reason, error)
                     branch.events.put_nowait((branch, action))
         request_id = branch.flight.request_id
         if branch.flight.state is FlightState.QUEUED and request_id in self._live:
@@ -224,7 +242,7 @@ class Gateway:
         flight = branch.flight
         tokens = len(flight.prompt_ids) + len(flight.output_ids)
         seq = self.fleet.bookings.add(leg.worker, tokens)
-        body = frames.body(flight, branch.namespace, branch.no_cache, max(branch.deadline - self._clock(), 0.0))
+        body = frames.body(branch, max(branch.deadline - self._clock(), 0.0))
         self._legs[leg.handle] = (branch, leg)
         if source is None:
             frame = frames.submit(leg, seq, body, hand_off=flight.disaggregated)
@@ -235,13 +253,19 @@ class Gateway:
             self._legs.pop(leg.handle, None)
             self._act(branch, flight.lost(leg.worker, dead=False, now=self._clock()))
 
-    def _count(self, reason: FinishReason, error: HeadraceError | None) -> None:
+    def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
         if error is None:
             self.counters.completed += 1
+            self.gate.completed(branch.spec, branch.flight, reason)
+            self.on_completed(branch.flight)
         elif reason is FinishReason.CANCELLED:
             self.counters.cancelled += 1
         else:
             self.counters.failed += 1
+        if reason in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+            now = self._clock()
+            for heir in self._kin.disown(branch):
+                self._act(heir, heir.flight.cancel(now))
 
     def _stop(self, branch: Branch) -> None:
         self._act(branch, branch.flight.stop(self._clock()))
@@ -291,6 +315,7 @@ class Gateway:
         branch, leg = known
         flight = branch.flight
         if kind == "started":
+            self.gate.started(branch.ticket, now)
             self._act(branch, flight.started(leg, self.fleet.views(), now, next(self._turns)))
         elif kind == "prefilled":
             flight.prefilled(leg, ledger_from_proto(message.ledger))

@@ -5,6 +5,19 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class TenantSpec(BaseModel):
+    """What one tenant may hold and take at a gateway; None: no bound."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight: float = 1.0
+    """Its share beside the other tenants' in the workers' fair policies."""
+    max_concurrent_requests: int | None = None
+    max_live_kv_bytes: int | None = None
+    tokens_per_s: float | None = None
+    burst_tokens: int = 0
+
+
 class GatewaySpec(BaseModel):
     """One gateway. Times in seconds, sizes in bytes; port 0 asks the OS."""
 
@@ -35,6 +48,15 @@ class GatewaySpec(BaseModel):
     max_stop_strings: int = 4
     max_stop_bytes: int = 1024
     max_live_requests: int = 1024
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+    max_reserved_kv_tokens: int | None = None
+    max_queue_s: float | None = None
+    refuse_lost_deadlines: bool = False
+    output_quantile: float = 0.9
+    kv_bytes_per_token: int = 0
+    tenants: dict[str, TenantSpec] = {}
+    """By name; `default` holds for every tenant without an entry."""
     max_attempts: int = 3
     max_worker_crashes: int = 2
     liveness_s: float = 8.0

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from headrace.core.records import Role
 from headrace.ids import counting_ids
@@ -114,7 +114,13 @@ class World:
     async def _held(self) -> list[str]:
         held = []
         gateway = self.gateway
-        if gateway._live or gateway._legs or gateway._queued or gateway._labels:
+        if (
+            gateway._live
+            or gateway._legs
+            or gateway._queued
+            or len(gateway._kin)
+            or any(astuple(gateway.gate.admission.held))
+        ):
             held.append(f"gateway: {len(gateway._live)} live, {len(gateway._legs)} legs, {len(gateway._queued)} queued")
         for name, worker in self.workers.items():
             status = worker.service.status(audit=True)

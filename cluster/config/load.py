@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -133,7 +133,7 @@ def _with_replicas(pools: Any, replicas: Mapping[str, int]) -> list[Any]:
 
 def _describe(detail: ErrorDetails) -> str:
     """`pools.0.replicas: must be at least 1`."""
-    path = ".".join(str(part) for part in detail["loc"])
+    path = ".".join(str(part) for part in detail["loc"] if part != "[key]")
     message = _message(detail)
     return f"{path}: {message}" if path else message
 
@@ -167,7 +167,9 @@ def _message(detail: ErrorDetails) -> str:
             return f"must have at most {ctx['max_length']} characters"
         case "tuple_type":
             return "must be a list"
-        case "model_type" | "model_attributes_type":
+        case "string_pattern_mismatch":
+            return "must have 1 to 64 letters, digits, `_`, `.` or `-`"
+        case "model_type" | "model_attributes_type" | "dict_type":
             return "must be a mapping"
         case "value_error":
             return str(ctx["error"])
@@ -184,9 +186,14 @@ def _unknown(loc: tuple[int | str, ...]) -> str:
 def _fields_at(loc: tuple[int | str, ...]) -> list[str]:
     """The field names of the section at a path."""
     section: type[BaseModel] = ServeConfig
+    is_name = False
     for part in loc:
-        if isinstance(part, str):
-            section = _section_of(section.model_fields[part].annotation)
+        if is_name or not isinstance(part, str):
+            is_name = False
+            continue
+        annotation = section.model_fields[part].annotation
+        is_name = get_origin(annotation) is dict
+        section = _section_of(annotation)
     return list(section.model_fields)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path, PurePath
 
@@ -10,16 +11,18 @@ from pydantic import BaseModel, ConfigDict
 
 from cluster.config.facts import Machine, ModelFacts
 from cluster.config.load import ConfigError
-from cluster.config.schema import PoolConfig, ServeConfig
+from cluster.config.schema import PoolConfig, ServeConfig, TenantConfig
 from cluster.config.units import format_bytes
 from headrace.core.records import Role
 from headrace.errors import StartupError
-from router.spec import GatewaySpec
+from router.spec import GatewaySpec, TenantSpec
 from workers.model.weight_format import WeightFormat
 from workers.spec import WorkerSpec
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 DEFAULT_KV_CACHE_FRACTION = 0.10
+BURST_S = 10
+"""Of its rate: the automatic bucket of a tenant."""
 PROCESS_BYTES = 384 << 20
 """Interpreter, libraries and workspace of one worker, beside weights and KV."""
 
@@ -111,10 +114,19 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
         drain_timeout_s=config.cluster.drain_timeout_s,
         cluster_token=token,
         cache_namespace_secret=namespace_secret,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        tenants={name: _tenant(tenant) for name, tenant in config.gateway.tenants.items()},
         **limits.model_dump(),
     )
     settings = config.cluster.model_dump(exclude={"token"})
     return Deployment(gateway=gateway, workers=tuple(workers), cluster=ClusterSettings(**settings))
+
+
+def _tenant(tenant: TenantConfig) -> TenantSpec:
+    settings = tenant.model_dump()
+    if tenant.burst_tokens is None:
+        settings["burst_tokens"] = math.ceil((tenant.tokens_per_s or 0.0) * BURST_S)
+    return TenantSpec(**settings)
 
 
 def _dtype_shown(weight_format: WeightFormat) -> str:

@@ -25,6 +25,7 @@ def _auto_size(value: object) -> object:
     return None if value is None or value == "auto" else parse_bytes(value)
 
 
+TENANT_NAME = r"[A-Za-z0-9_.-]{1,64}"
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -75,6 +76,36 @@ class LimitsConfig(Section):
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
     max_worker_crashes: Annotated[int, Field(ge=1, le=10)] = 2
+    max_waiting_requests: Count | None = None
+    """Bounds of what waits at all workers together for its prefill; unset: none."""
+    max_waiting_tokens: Count | None = None
+    max_queue_s: Seconds | None = None
+    """Predicted prefill time of what waits."""
+    max_reserved_kv_tokens: Count | None = None
+    """Prompts and predicted outputs of everything in progress."""
+    refuse_lost_deadlines: bool = False
+    """Refuse at once what will not end before its deadline."""
+    output_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Share of outputs that the predicted length shall cover."""
+
+
+class TenantConfig(Section):
+    """What one tenant may hold and take; unset: no bound."""
+
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Its share beside the other tenants' in the workers' fair policies."""
+    max_concurrent_requests: Count | None = None
+    max_live_kv_bytes: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_auto_size)] = None
+    tokens_per_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Prompt and output tokens."""
+    burst_tokens: Annotated[Annotated[int, Field(ge=1, le=1 << 40)] | None, BeforeValidator(_auto_to_none)] = None
+    """auto: what tokens_per_s gives in 10 s."""
+
+    @model_validator(mode="after")
+    def _check_rate(self) -> Self:
+        if self.burst_tokens is not None and self.tokens_per_s is None:
+            raise ValueError("burst_tokens needs tokens_per_s")
+        return self
 
 
 class GatewayConfig(Section):
@@ -85,6 +116,8 @@ class GatewayConfig(Section):
     """`KEY` or `TENANT=KEY`; empty: no authentication."""
     mode: Literal["auto", "disaggregated", "colocated"] = "auto"
     limits: LimitsConfig = LimitsConfig()
+    tenants: dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantConfig] = {}
+    """By name; `default` holds for every tenant without an entry."""
 
     @field_validator("api_keys")
     @classmethod
@@ -93,7 +126,7 @@ class GatewayConfig(Section):
         if any(not key or key != key.strip() or not key.isprintable() for key in plain):
             raise ValueError("a key must be printable, without spaces around it, and not empty")
         named = [key.split("=", 1) for key in plain if "=" in key.rstrip("=")]
-        if any(not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) or not key.strip("=") for tenant, key in named):
+        if any(not re.fullmatch(TENANT_NAME, tenant) or not key.strip("=") for tenant, key in named):
             raise ValueError("write KEY or TENANT=KEY; a tenant has 1 to 64 letters, digits, `_`, `.` or `-`")
         if len(set(plain)) != len(plain):
             raise ValueError("the same key is listed twice")

@@ -12,6 +12,7 @@ import pytest
 from cluster.config import ConfigError, Deployment, load_config, masked_yaml, read_model_facts, resolve
 from headrace.errors import StartupError
 from headrace.ids import counting_ids
+from router.spec import GatewaySpec
 from tests.unit.cluster_builders import GIB, machine, model, model_folder
 from workers.model.weight_format import WeightFormat
 from workers.spec import WorkerSpec
@@ -104,6 +105,31 @@ def test_too_little_memory_is_one_line_with_the_sums() -> None:
         "not enough memory: 2 worker(s) need 3.8 GiB (KV 2.0 GiB, weights 513.1 MiB each), 3.0 GiB available; "
         "lower kv_cache_bytes or the number of workers"
     )
+
+
+def test_limits_of_tenants_reach_the_gateway_and_an_automatic_bucket_holds_ten_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "gateway:\n"
+        "  limits: {max_waiting_tokens: 900, max_queue_s: 2.5, refuse_lost_deadlines: true}\n"
+        "  tenants:\n"
+        "    default: {max_concurrent_requests: 3, max_live_kv_bytes: 1MiB}\n"
+        "    big: {weight: 4.0, tokens_per_s: 12.5}\n"
+        "    small: {tokens_per_s: 1.0, burst_tokens: 7}\n"
+    )
+    gateway = resolve(load_config(str(file)), model(), machine(), lambda: "s").gateway
+    assert (gateway.max_waiting_tokens, gateway.max_queue_s, gateway.refuse_lost_deadlines) == (900, 2.5, True)
+    assert gateway.kv_bytes_per_token == model().kv_bytes_per_token
+    assert gateway.tenants["default"].max_live_kv_bytes == 1 << 20
+    assert (gateway.tenants["big"].weight, gateway.tenants["big"].burst_tokens) == (4.0, 125)
+    assert gateway.tenants["small"].burst_tokens == 7
+    assert GatewaySpec.model_validate_json(gateway.model_dump_json()) == gateway
+
+
+def test_without_a_word_nobody_is_limited_but_by_the_number_of_live_requests() -> None:
+    gateway = deploy().gateway
+    assert gateway.tenants == {} and gateway.max_live_requests == 1024 and not gateway.refuse_lost_deadlines
+    assert gateway.max_waiting_requests is gateway.max_waiting_tokens is gateway.max_queue_s is None
 
 
 def test_what_is_shown_has_no_secret() -> None:

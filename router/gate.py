@@ -1,0 +1,146 @@
+"""The gateway's gate: what it asks `headrace.core.admission`, with which predictions, and the words of a refusal."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.core.admission import Admission
+from headrace.core.admission_records import Ask, Decision, QueueLimits, Reason, Room, TenantLimits, Ticket
+from headrace.core.lengths import OutputLengths
+from headrace.core.records import FinishReason, Role
+from headrace.errors import Code, HeadraceError, invalid
+from router.api import GenerationSpec
+from router.core.flight import Flight
+from router.core.pace import Pace
+from router.core.placement import WorkerView
+from router.spec import GatewaySpec, TenantSpec
+
+log = logging.getLogger("headrace.router.gate")
+
+EVERY_OTHER_TENANT = "default"
+_TEXTS = {
+    Reason.TENANT_CONCURRENCY: "at most {tenant.max_concurrent_requests} requests of a tenant may be in progress",
+    Reason.TENANT_KV_BYTES: "a tenant's requests may hold at most {tenant.max_live_kv_bytes} bytes of KV",
+    Reason.TENANT_RATE: "a tenant may use {tenant.tokens_per_s:g} tokens a second",
+    Reason.CONCURRENCY: "at most {gateway.max_live_requests} requests may be in progress",
+    Reason.QUEUE_FULL: "at most {gateway.max_waiting_requests} requests may wait",
+    Reason.WAITING_TOKENS: "at most {gateway.max_waiting_tokens} prompt tokens may wait",
+    Reason.RESERVED_KV: "at most {gateway.max_reserved_kv_tokens} tokens of KV may be reserved",
+    Reason.QUEUE_SECONDS: "the queue may be at most {gateway.max_queue_s:g} s of prefill long",
+    Reason.DEADLINE_LOST: "the deadline cannot be kept with the work that is ahead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """One ticket a choice; give each back with `Gate.left`."""
+
+    tickets: tuple[Ticket, ...]
+    reserved_output_tokens: int
+    """Predicted length of each choice's output."""
+
+
+class Gate:
+    """Limits, accounts and what was learned of outputs and speed, of one gateway."""
+
+    def __init__(self, spec: GatewaySpec) -> None:
+        self.lengths = OutputLengths()
+        self.decisions: Counter[tuple[str, str]] = Counter()
+        """Choices by (action, reason) since the start."""
+        self._spec = spec
+        self._pace = Pace()
+        limits = {name: _limits(tenant) for name, tenant in spec.tenants.items()}
+        queue = QueueLimits(
+            max_live_requests=spec.max_live_requests,
+            max_waiting_requests=spec.max_waiting_requests,
+            max_waiting_tokens=spec.max_waiting_tokens,
+            max_reserved_kv_tokens=spec.max_reserved_kv_tokens,
+            max_queue_s=spec.max_queue_s,
+        )
+        self.admission = Admission(queue, limits.get(EVERY_OTHER_TENANT), limits, spec.kv_bytes_per_token)
+
+    def enter(
+        self, spec: GenerationSpec, fleet: Sequence[WorkerView], can_start: bool, time_left_s: float, now: float
+    ) -> Admitted:
+        """Books the whole call. Raises HeadraceError, having booked nothing, with reason and retry time."""
+        max_tokens = max(params.max_tokens for params in spec.sampling)
+        num_prompt = len(spec.prompt_ids)
+        reserved = self.lengths.predict(spec.endpoint, spec.tenant, spec.task, max_tokens, self._spec.output_quantile)
+        room = Room(
+            max_model_len=self._spec.max_model_len,
+            capacity_tokens=max((w.capacity_tokens for w in fleet), default=None),
+            can_start=can_start,
+        )
+        prefill = [w.queued_tokens for w in fleet if w.role is not Role.DECODE] or [w.queued_tokens for w in fleet]
+        judged = self._spec.refuse_lost_deadlines
+        ask = Ask(
+            tenant=spec.tenant,
+            prompt_tokens=num_prompt,
+            max_tokens=max_tokens,
+            reserved_output_tokens=reserved,
+            num_requests=len(spec.sampling),
+            engine_s=self._pace.prefill_s(num_prompt),
+            time_left_s=time_left_s if judged else None,
+            forecast=self._pace.forecast(min(prefill, default=0), num_prompt, reserved) if judged else None,
+        )
+        decision = self.admission.enter(ask, room, now)
+        self.decisions[decision.action, decision.reason] += ask.num_requests
+        if not decision.admitted:
+            log.info(
+                "refused tenant=%s reason=%s retry_after_s=%.3f", spec.tenant, decision.reason, decision.retry_after_s
+            )
+            raise self._refusal(ask, room, decision)
+        if decision.best_effort:
+            log.info("best_effort tenant=%s time_left_s=%.3f", spec.tenant, time_left_s)
+        return Admitted(decision.tickets, reserved)
+
+    def refused(self, reason: str, num_requests: int) -> None:
+        """Counts a refusal that needed no account."""
+        self.decisions["reject", reason] += num_requests
+
+    def started(self, ticket: Ticket, now: float) -> None:
+        self.admission.started(ticket, now)
+
+    def left(self, ticket: Ticket, output_tokens: int, now: float) -> None:
+        self.admission.leave(ticket, now, output_tokens)
+
+    def completed(self, spec: GenerationSpec, flight: Flight, reason: FinishReason) -> None:
+        """Learns from a choice that ended in good order."""
+        num_output = len(flight.output_ids)
+        capped = reason is FinishReason.LENGTH
+        self.lengths.observe(spec.endpoint, spec.tenant, spec.task, num_output, capped=capped)
+        self._pace.completed(flight.timeline, len(spec.prompt_ids), num_output)
+
+    def _refusal(self, ask: Ask, room: Room, decision: Decision) -> HeadraceError:
+        reason = decision.reason
+        if reason is Reason.TOO_LONG:
+            return invalid(
+                "max_tokens",
+                f"this model's maximum context length is {room.max_model_len} tokens; the prompt has "
+                f"{ask.prompt_tokens} and {ask.max_tokens} of output were asked for",
+                reason=reason,
+            )
+        if reason is Reason.TOO_LARGE:
+            over = ask.prompt_tokens + ask.max_tokens - (room.capacity_tokens or 0)
+            text = (
+                f"prompt ({ask.prompt_tokens} tokens) + max_tokens exceed the KV pool of {room.capacity_tokens} tokens "
+                f"by {over}"
+                if room.capacity_tokens is not None and over > 0
+                else "this call alone is more than the tenant, or the deployment, may have in progress; lower "
+                "max_tokens or n"
+            )
+            return invalid("max_tokens", text, reason=reason)
+        tenant = self._spec.tenants.get(ask.tenant) or self._spec.tenants.get(EVERY_OTHER_TENANT)
+        return HeadraceError(
+            Code.RESOURCE_EXHAUSTED,
+            _TEXTS[reason].format(gateway=self._spec, tenant=tenant),
+            retry_after_s=decision.retry_after_s or None,
+            reason=reason,
+        )
+
+
+def _limits(tenant: TenantSpec) -> TenantLimits:
+    return TenantLimits(**tenant.model_dump(exclude={"weight"}))

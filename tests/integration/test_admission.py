@@ -1,0 +1,302 @@
+"""Admission from both doors to the workers: a refusal for each reason, fields that arrive, branches that end with a
+parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from headrace.client import HeadraceClient
+from headrace.core.records import Role
+from headrace.errors import Code, HeadraceError
+from router.api import GenerationSpec
+from router.core.flight import FlightState
+from router.fleet_metrics import FleetMetrics
+from router.grpc_api import build_server
+from router.openai_api import build_app
+from tests.world import Answer, World, spec, world
+from workers.core.request import Request
+
+P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
+PROMPT = [5] * 10
+
+
+def run(coroutine: object, timeout_s: float = 60.0) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(timeout_s):
+            await coroutine  # type: ignore[misc]
+
+    asyncio.run(bounded())
+
+
+@dataclass
+class Doors:
+    """Both doors of a world's gateway; the gRPC client is synchronous and runs in threads."""
+
+    http: httpx.AsyncClient
+    grpc: HeadraceClient
+
+    async def complete(self, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
+        body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body
+        return await self.http.post("/v1/completions", json=body, headers=headers)
+
+    async def generate(self, **options: object) -> object:
+        options = {"max_tokens": 8, "ignore_eos": True} | options
+        return await asyncio.to_thread(self.grpc.generate, PROMPT, **options)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def doors(w: World) -> AsyncIterator[Doors]:
+    server = build_server(w.gateway, w.gateway.spec)
+    port = server.bind("127.0.0.1:0")
+    await server.start()
+    transport = httpx.ASGITransport(build_app(w.gateway, w.gateway.spec))  # type: ignore[arg-type]
+    client = HeadraceClient(f"127.0.0.1:{port}", timeout_s=20)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Doors(http, client)
+    finally:
+        client.close()
+        await server.stop(0)
+
+
+def holder(label: str = "") -> GenerationSpec:
+    """40 tokens of prompt and 200 of output that nobody stops, for the tenant that callers without a key are."""
+    return replace(spec([7] * 40, 200, ignore_eos=True), tenant="default", label=label)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def hold(w: World, count: int) -> list[asyncio.Task[Answer]]:
+    """One request runs, the others wait at the worker, whose batch has one row."""
+    tasks = []
+    for number in range(count):
+        tasks.append(asyncio.create_task(w.ask(holder())))
+        await until(lambda n=number: w.gateway.gate.admission.held.live_requests == n + 1)
+        if number == 0:
+            await until(lambda: w.gateway.gate.admission.held.waiting_requests == 0)
+    return tasks
+
+
+def tenant(**limits: object) -> dict[str, object]:
+    return {"tenants": {"default": limits}, "kv_bytes_per_token": 10}
+
+
+REFUSALS = [
+    ("tenant_concurrency", 1, tenant(max_concurrent_requests=1), {}),
+    ("tenant_kv_bytes", 1, tenant(max_live_kv_bytes=2500), {}),
+    ("tenant_rate", 1, tenant(tokens_per_s=0.1, burst_tokens=250), {}),
+    ("concurrency", 1, {"max_live_requests": 1}, {}),
+    ("queue_full", 2, {"max_waiting_requests": 1}, {}),
+    ("waiting_tokens", 2, {"max_waiting_tokens": 45}, {}),
+    ("reserved_kv", 2, {"max_reserved_kv_tokens": 485}, {}),
+    ("queue_seconds", 2, {"max_queue_s": 1e-6}, {}),
+    ("deadline_lost", 0, {"refuse_lost_deadlines": True}, {"max_tokens": 700}),
+    ("too_large", 0, {}, {"max_tokens": 800}),
+]
+
+
+@pytest.mark.parametrize(("reason", "holders", "gateway", "options"), REFUSALS, ids=[row[0] for row in REFUSALS])
+def test_each_limit_refuses_at_both_doors_with_its_reason(
+    reason: str, holders: int, gateway: dict[str, object], options: dict[str, object]
+) -> None:
+    async def main() -> None:
+        settings = {"num_blocks": 48, "step_s": 0.01, "max_num_seqs": 1}
+        async with world(C, gateway=gateway, **settings) as w, doors(w) as d:  # type: ignore[arg-type]
+            registry = CollectorRegistry()
+            w.gateway.on_completed = FleetMetrics(w.gateway, registry).ended
+            await w.ask(spec([3] * 20, 4, ignore_eos=True))
+            tasks = await hold(w, holders)
+            before = w.gateway.gate.admission.held
+            response = await d.complete({"x-request-timeout-s": "3"}, **options)
+            with pytest.raises(HeadraceError) as caught:
+                await d.generate(timeout_s=3, **options)
+            assert w.gateway.gate.admission.held == before
+            error = response.json()["error"]
+            assert (error["reason"], caught.value.reason) == (reason, reason)
+            assert error["message"] == caught.value.message
+            if reason == "too_large":
+                assert (response.status_code, caught.value.code) == (400, Code.INVALID_ARGUMENT)
+                assert "retry-after" not in response.headers and caught.value.retry_after_s is None
+            else:
+                assert (response.status_code, caught.value.code) == (429, Code.RESOURCE_EXHAUSTED)
+            if reason not in ("too_large", "deadline_lost"):
+                assert int(response.headers["retry-after-ms"]) > 0
+                assert caught.value.retry_after_s is not None
+            counted = f'action="reject",model_name="tiny",reason="{reason}"}} 2.0'
+            assert counted in generate_latest(registry).decode()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_doubtful_deadline_is_accepted_as_best_effort() -> None:
+    async def main() -> None:
+        async with world(C, gateway={"refuse_lost_deadlines": True}, step_s=0.01) as w:
+            # Outputs of one step more or less make the averages uncertain.
+            for length in (1, 40, 2, 40, 3, 40, 2):
+                await w.ask(spec([3] * length, length, ignore_eos=True))
+            await until(lambda: w.gateway.fleet.views()[0].queued_tokens == 0)
+            forecast = w.gateway.gate._pace.forecast(0, 30, 30)
+            assert forecast is not None and forecast.margin_s > 0
+            # No slack at all: whether it ends in time is chance, that it is let in is not.
+            request = spec([4] * 30, 30, ignore_eos=True, deadline_s=forecast.total_s)
+            await asyncio.gather(w.ask(request), return_exceptions=True)
+            assert w.gateway.gate.decisions["accept", "deadline_doubtful"] == 1
+            await w.assert_drained()
+
+    run(main())
+
+
+@pytest.mark.parametrize("door", ["completions", "chat", "generate"])
+def test_every_field_of_a_call_arrives_at_the_worker(door: str) -> None:
+    async def main() -> None:
+        async with world(C, step_s=0.01) as w, doors(w) as d:
+            headers = {"x-headrace-task": "sum/long", "x-headrace-steps-left": "3"}
+            body = {"max_tokens": 50, "ignore_eos": True, "priority": -7}
+            if door == "generate":
+                call = asyncio.create_task(d.generate(max_tokens=50, priority=-7, task="sum/long", steps_left=3))
+            elif door == "completions":
+                call = asyncio.create_task(d.complete(headers, **body))
+            else:
+                body["messages"] = [{"role": "user", "content": "hello"}]
+                call = asyncio.create_task(d.http.post("/v1/chat/completions", json=body, headers=headers))
+            requests = seen(w)
+            await until(requests)
+            [request] = requests()
+            assert (request.tenant, request.priority, request.endpoint) == ("default", -7, door)
+            assert (request.task, request.steps_left) == ("sum/long", 3)
+            assert request.predicted_output_tokens == 50, "nothing is known yet"
+            await call
+            await w.assert_drained()
+
+    run(main())
+
+
+def seen(w: World) -> Callable[[], list[Request]]:
+    hub = w.workers["colocated-0"].hub
+    return lambda: [entry.request for entry in hub._entries.values()]
+
+
+def test_the_prediction_learns_from_what_ended_and_travels() -> None:
+    async def main() -> None:
+        async with world(C) as w:
+            request = replace(spec([3, 4, 5], 12, ignore_eos=True), endpoint="chat", task="sum")
+            for _ in range(16):
+                await w.ask(replace(request, stop=(await first_text(w, request),)))
+            assert w.gateway.gate.lengths.predict("chat", "t", "sum", 500, 0.9) < 12
+            task = asyncio.create_task(
+                w.ask(replace(request, sampling=(replace(request.sampling[0], max_tokens=500),)))
+            )
+            requests = seen(w)
+            await until(lambda: task.done() or requests())
+            [running] = requests()
+            assert 0 < running.predicted_output_tokens < 12
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await w.assert_drained()
+
+    run(main())
+
+
+async def first_text(w: World, request: GenerationSpec) -> str:
+    """A stop string that ends the request after a few tokens."""
+    async for delta in w.gateway.generate(request):
+        if delta.text:
+            return delta.text
+    raise AssertionError("no text")
+
+
+@pytest.mark.parametrize("how", ["cancel", "disconnect", "deadline"])
+def test_a_cancelled_parent_ends_its_branches_and_theirs(how: str) -> None:
+    async def main() -> None:
+        async with world(P, D, step_s=0.005) as w:
+            long = spec([9] * 20, 900, ignore_eos=True)
+            deadline_s = 0.5 if how == "deadline" else None
+            parent = asyncio.create_task(w.ask(replace(long, label="root", deadline_s=deadline_s)))
+            await until(lambda: w.gateway._live)
+            children = [asyncio.create_task(w.ask(replace(long, label=f"child-{i}", parent="root"))) for i in range(2)]
+            await until(lambda: len(w.gateway._live) == 3)
+            grandchild = asyncio.create_task(w.ask(replace(long, parent="child-0")))
+            stranger = asyncio.create_task(w.ask(replace(long, label="root", tenant="other")))
+            await until(lambda: len(w.gateway._live) == 5)
+            if how == "cancel":
+                assert await w.gateway.cancel("t", "root")
+            elif how == "disconnect":
+                parent.cancel()
+            for branch in (*children, grandchild):
+                with pytest.raises(HeadraceError) as caught:
+                    await branch
+                assert caught.value.code is Code.CANCELLED
+            assert not stranger.done()
+            stranger.cancel()
+            await asyncio.gather(parent, stranger, return_exceptions=True)
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_branches_outlive_a_parent_that_ends_well_and_nobody_joins_one_that_is_over() -> None:
+    async def main() -> None:
+        async with world(C, step_s=0.005) as w, doors(w) as d:
+            parent = asyncio.create_task(w.ask(replace(holder("root"), sampling=spec([1], 20).sampling)))
+            await until(lambda: w.gateway._live)
+            child = asyncio.create_task(d.complete({"x-headrace-parent": "root"}, max_tokens=60))
+            await until(lambda: len(w.gateway._live) == 2)
+            await parent
+            assert (await child).status_code == 200
+            late = await d.complete({"x-headrace-parent": "root"})
+            assert (late.status_code, late.json()["error"]["param"]) == (409, "parent")
+            with pytest.raises(HeadraceError) as caught:
+                await d.generate(parent="root")
+            assert (caught.value.code, caught.value.field) == (Code.FAILED_PRECONDITION, "parent")
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_branch_asked_for_at_one_door_ends_with_a_parent_cancelled_at_the_other() -> None:
+    async def main() -> None:
+        async with world(C, step_s=0.005) as w, doors(w) as d:
+            parent = asyncio.create_task(w.ask(holder("root")))
+            await until(lambda: w.gateway._live)
+            child = asyncio.create_task(d.complete({"x-headrace-parent": "root"}, max_tokens=900))
+            await until(lambda: len(w.gateway._live) == 2)
+            assert await asyncio.to_thread(d.grpc.cancel, "root")
+            assert (await child).status_code == 499
+            with pytest.raises(HeadraceError):
+                await parent
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_long_line_of_branches_ends_without_deep_recursion() -> None:
+    async def main() -> None:
+        async with world(C, step_s=0.05) as w:
+            line = []
+            for i in range(500):
+                request = spec([9], 50, ignore_eos=True, parent=f"r{i - 1}" if i else "")
+                line.append(asyncio.create_task(w.ask(replace(request, label=f"r{i}"))))
+                await asyncio.sleep(0)
+            assert len(w.gateway._live) == 500
+            await w.gateway.cancel("t", "r0")
+            assert all(branch.flight.state is FlightState.ENDED for branch in w.gateway._live.values())
+            await asyncio.gather(*line, return_exceptions=True)
+            await w.assert_drained()
+
+    run(main())
