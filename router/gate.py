@@ -68,14 +68,16 @@ class Gate:
         """Books the whole call. Raises HeadraceError, having booked nothing, with reason and retry time."""
         max_tokens = max(params.max_tokens for params in spec.sampling)
         num_prompt = len(spec.prompt_ids)
-        reserved = self.lengths.predict(spec.endpoint, spec.tenant, spec.task, max_tokens, self._spec.output_quantile)
+        shortest, reserved = self._output_range(spec, max_tokens)
         room = Room(
             max_model_len=self._spec.max_model_len,
             capacity_tokens=max((w.capacity_tokens for w in fleet), default=None),
             can_start=can_start,
         )
         prefill = [w.queued_tokens for w in fleet if w.role is not Role.DECODE] or [w.queued_tokens for w in fleet]
-        judged = self._spec.refuse_lost_deadlines
+        # A request alone delays nobody. Letting it in is also the way out of averages from worse times, which only
+        # completed requests can mend.
+        judged = self._spec.refuse_lost_deadlines and self.admission.held.live_requests > 0
         ask = Ask(
             tenant=spec.tenant,
             prompt_tokens=num_prompt,
@@ -84,7 +86,7 @@ class Gate:
             num_requests=len(spec.sampling),
             engine_s=self._pace.prefill_s(num_prompt),
             time_left_s=time_left_s if judged else None,
-            forecast=self._pace.forecast(min(prefill, default=0), num_prompt, reserved) if judged else None,
+            forecast=self._pace.forecast(min(prefill, default=0), num_prompt, shortest, reserved) if judged else None,
         )
         decision = self.admission.enter(ask, room, now)
         self.decisions[decision.action, decision.reason] += ask.num_requests
@@ -113,6 +115,16 @@ class Gate:
         capped = reason is FinishReason.LENGTH
         self.lengths.observe(spec.endpoint, spec.tenant, spec.task, num_output, capped=capped)
         self._pace.completed(flight.timeline, len(spec.prompt_ids), num_output)
+
+    def _output_range(self, spec: GenerationSpec, max_tokens: int) -> tuple[int, int]:
+        """Shortest and longest output that is likely, in tokens; the longest is what is reserved."""
+        params = spec.sampling[0]
+        if params.ignore_eos and not (spec.stop or params.stop_token_ids):
+            return max_tokens, max_tokens
+        quantile, key = self._spec.output_quantile, (spec.endpoint, spec.tenant, spec.task)
+        longest = max(self.lengths.predict(*key, max_tokens, quantile), params.min_tokens)
+        shortest = max(self.lengths.quantile(*key, 1.0 - quantile) or 1, params.min_tokens)
+        return min(shortest, longest), longest
 
     def _refusal(self, ask: Ask, room: Room, decision: Decision) -> HeadraceError:
         reason = decision.reason

@@ -25,6 +25,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 _KEY_PARTS = 3
+_REFRESH_SHARE = 16
+"""A quantile is computed anew once a 16th of its samples is new: sorting them for each request costs 0.3 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,20 @@ class OutputLengths:
     def predict(self, endpoint: str, tenant: str, task: str, max_tokens: int, quantile: float) -> int:
         """Output tokens that the share `quantile` (above 0, below 1) of such requests does not exceed; 1..max_tokens.
 
-        Raises ValueError on another quantile.
+        max_tokens where it is not known. Raises ValueError on another quantile.
         """
+        length = self.quantile(endpoint, tenant, task, quantile)
+        return max_tokens if length is None else min(length, max_tokens)
+
+    def quantile(self, endpoint: str, tenant: str, task: str, quantile: float) -> int | None:
+        """The same without a bound; None: no key has enough samples, or capped outputs hide it."""
         if not 0.0 < quantile < 1.0:
             raise ValueError("quantile must be between 0 and 1, both excluded")
         for level, key in self._keys(endpoint, tenant, task):
             samples = level.get(key)
             if samples is not None and len(samples) >= self._settings.min_samples:
-                length = samples.quantile(quantile, self._weights)
-                return max_tokens if length is None else min(length, max_tokens)
-        return max_tokens
+                return samples.quantile(quantile, self._weights)
+        return None
 
     @property
     def num_keys(self) -> int:
@@ -98,18 +104,22 @@ class OutputLengths:
 class _Samples:
     """The last outputs of one key, newest last, and the quantiles already computed from them."""
 
-    __slots__ = ("_known", "_outputs")
+    __slots__ = ("_known", "_num_new", "_outputs")
 
     def __init__(self, max_samples: int) -> None:
         self._outputs: deque[tuple[int, bool]] = deque(maxlen=max_samples)
         self._known: dict[float, int | None] = {}
+        self._num_new = 0
 
     def __len__(self) -> int:
         return len(self._outputs)
 
     def add(self, output_tokens: int, capped: bool) -> None:
         self._outputs.append((output_tokens, capped))
-        self._known.clear()
+        self._num_new += 1
+        if self._num_new >= len(self._outputs) // _REFRESH_SHARE:
+            self._known.clear()
+            self._num_new = 0
 
     def quantile(self, quantile: float, weights: list[float]) -> int | None:
         """Smallest length that the share `quantile` does not exceed; None when capped outputs hide it."""

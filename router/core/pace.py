@@ -50,14 +50,20 @@ class Pace:
         """Predicted engine time of so many prompt tokens; 0.0 while nothing is known."""
         return tokens * self._prefill_s.mean
 
-    def forecast(self, queued_tokens: int, prompt_tokens: int, output_tokens: int) -> Forecast | None:
-        """None until requests with a second token have completed."""
+    def forecast(
+        self, queued_tokens: int, prompt_tokens: int, shortest_tokens: int, longest_tokens: int
+    ) -> Forecast | None:
+        """For an output between two lengths, which widen the margin: the short end decides what is lost, the long end
+        what is attainable. None until requests with a second token have completed.
+        """
         if not (self._prefill_s.known and self._decode_s.known):
             return None
+        output_tokens = (shortest_tokens + longest_tokens) / 2
         margin_s = (
             (queued_tokens + prompt_tokens) * self._prefill_s.distance
             + self._transfer_s.distance
             + output_tokens * self._decode_s.distance
+            + (longest_tokens - shortest_tokens) / 2 * self._decode_s.mean
         )
         return Forecast(
             queue_s=queued_tokens * self._prefill_s.mean,

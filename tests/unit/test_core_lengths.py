@@ -51,6 +51,7 @@ def test_an_output_cut_by_its_cap_is_at_least_so_long_and_no_end() -> None:
         lengths.observe("chat", "a", "", 200, capped=True)
     assert lengths.predict("chat", "a", "", 1000, 0.4) == 100
     assert lengths.predict("chat", "a", "", 1000, 0.9) == 1000, "nobody has seen the end of the long half"
+    assert lengths.quantile("chat", "a", "", 0.9) is None
     for _ in range(100):
         lengths.observe("chat", "a", "", 100)
         lengths.observe("chat", "a", "", 400)
