@@ -78,4 +78,10 @@ def load(message: pb.LoadReport) -> WorkerLoad:
 def error(message: pb.Failed) -> HeadraceError:
     """A worker's refusal as the client will see it."""
     code = Code(message.code) if message.code in Code.__members__ else Code.INTERNAL
-    return HeadraceError(code, message.message or message.reason, retry_after_s=message.retry_after_s or None)
+    return HeadraceError(
+        code,
+        message.message or message.reason,
+        retry_after_s=message.retry_after_s or None,
+        # Other reasons name what happened inside, which is not the client's to know.
+        reason=message.reason if code is Code.RESOURCE_EXHAUSTED else None,
+    )

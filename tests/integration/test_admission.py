@@ -21,7 +21,7 @@ from router.core.flight import FlightState
 from router.fleet_metrics import FleetMetrics
 from router.grpc_api import build_server
 from router.openai_api import build_app
-from tests.world import Answer, World, spec, world
+from tests.world import Answer, World, expected, spec, world
 from workers.core.request import Request
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
@@ -87,6 +87,37 @@ async def hold(w: World, count: int) -> list[asyncio.Task[Answer]]:
         if number == 0:
             await until(lambda: w.gateway.gate.admission.held.waiting_requests == 0)
     return tasks
+
+
+@pytest.mark.parametrize("roles", [(C,), (P, D)], ids=str)
+def test_sixty_four_clients_at_a_full_pool_are_all_served_when_they_wait_as_told(roles: tuple[Role, ...]) -> None:
+    """PD-13: every request either waits with all it needs booked, or is told to come again holding nothing."""
+
+    async def main() -> None:
+        # 16 blocks a pool; each request needs 6 of them in the end, so that four fit by the account of tokens.
+        async with world(*roles, num_blocks=16, gateway={"max_reserved_kv_tokens": 256}) as w:
+            refusals = 0
+
+            async def client(number: int) -> None:
+                nonlocal refusals
+                request = spec([3 + number] * 40, 24, ignore_eos=True)
+                while True:
+                    try:
+                        answer = await w.ask(request)
+                    except HeadraceError as error:
+                        assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "reserved_kv")
+                        refusals += 1
+                        assert error.retry_after_s is not None
+                        await asyncio.sleep(error.retry_after_s)
+                    else:
+                        assert answer.tokens == expected(request)
+                        return
+
+            await asyncio.gather(*(client(number) for number in range(64)))
+            assert refusals > 0
+            await w.assert_drained()
+
+    run(main())
 
 
 def tenant(**limits: object) -> dict[str, object]:
