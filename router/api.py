@@ -42,7 +42,7 @@ class GenerationSpec:
     steps_left: int | None = None
     """Steps that the client's agent may still take after this one; None: not told."""
     parent: str = ""
-    """Label of a live request of the tenant whose cancellation ends this one too, or ''."""
+    """Label of a live request of the tenant; unless that ends well, this one is cancelled. '': none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,8 @@ class Gateway:
             self.counters.cancelled += 1
         else:
             self.counters.failed += 1
-        if reason in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+        if error is not None:
+            # One failed choice ends its call and cancels the others, so a failure cannot be told from a cancellation.
             now = self._clock()
             for heir in self._kin.disown(branch):
                 self._act(heir, heir.flight.cancel(now))
