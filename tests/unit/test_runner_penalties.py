@@ -232,7 +232,7 @@ class Rig:
         requests = []
         for prompt, output in bodies:
             key = RequestKey(next(self._keys))
-            requests.append(Request(key, RequestId(str(key)), 0, prompt, sampling, ROOT, output_ids=list(output)))
+            requests.append(Request(key, RequestId(str(key)), 0, prompt, sampling, ROOT, resumed_ids=list(output)))
             assert self.scheduler.submit(requests[-1], 0.0) is None
         steps = 0
         while (plan := self.scheduler.schedule(0.0)) is not None:

@@ -79,8 +79,8 @@ class Packing:
         early = num < batch.min_tokens_at[rows]
         if early.any():
             for i in early.nonzero()[0]:
-                row = int(i) if isinstance(rows, slice) else int(rows[i])
-                plan.banned[i] = banned_ids(batch.requests[row], self._settings)
+                place = int(i) if isinstance(rows, slice) else int(rows[i])
+                plan.banned[i] = banned_ids(batch.requests[place], self._settings)
         plan.histories, plan.prompt_lens = [None] * count, [0] * count
         if batch.num_with_history:
             for i, row in enumerate(range(count) if isinstance(rows, slice) else rows.tolist()):
