@@ -151,8 +151,9 @@ class World:
         adopted: bool = False,
         no_cache: bool = False,
         deadline: float | None = None,
+        **fields: object,
     ) -> Request:
-        """`prompt`: token ids, or a length of a prompt like no other."""
+        """`prompt`: token ids, or a length of a prompt like no other. `fields`: further ones of Request."""
         key = RequestKey(next(self._keys))
         ids = [1000 * int(key) + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
         sampling = SamplingParams(max_tokens, min_tokens, ignore_eos=ignore_eos, stop_token_ids=stop)
@@ -168,6 +169,7 @@ class World:
             adopted=adopted,
             no_cache=no_cache,
             deadline=deadline,
+            **fields,  # type: ignore[arg-type]
         )
         self.truth[key] = [*ids, *output]
         self.seen[key] = request

@@ -58,6 +58,9 @@ class ServiceCounters:
         self._live: Ints = np.zeros(16, np.int64)
         self._floor = 0.0
         """Lowest counter when somebody last had work."""
+        self._lowest = -1
+        """Tenant with the lowest counter of those with work; -1 until it is looked for. Counters only grow, so it
+        stays the lowest until it is charged or leaves."""
 
     def enter(self, tenant: str) -> int:
         """One more request of the tenant has work here; returns the tenant's index, valid until the same many leave."""
@@ -73,6 +76,7 @@ class ServiceCounters:
         """One request less."""
         self._floor = self.lowest()
         self._live[index] -= 1
+        self._changed(index)
         if len(self._index) - len(self._free) > self._max_idle and self._live[index] == 0:
             self._forget_idle()
 
@@ -80,26 +84,37 @@ class ServiceCounters:
         weights = self.weights
         service = weights.input_token * computed_tokens + weights.cached_token * cached_tokens
         self._counters[index] += service * self._scale[index]
+        self._changed(index)
 
     def charge_outputs(self, indices: Ints) -> None:
         """One output token for each entry."""
         counts = np.bincount(indices, minlength=len(self._counters))
         self._counters += self.weights.output_token * counts * self._scale
+        self._lowest = -1
 
     def charge_residence(self, index: int, block_seconds: float) -> None:
         self._counters[index] += self.weights.kv_block_s * block_seconds * self._scale[index]
+        self._changed(index)
 
     def counter(self, index: int) -> float:
         return float(self._counters[index])
 
     def lowest(self) -> float:
         """Lowest counter of the tenants with work; the last such value when nobody has any."""
-        live = self._counters[self._live > 0]
-        return float(live.min()) if len(live) else self._floor
+        if self._lowest < 0:
+            live = np.flatnonzero(self._live)
+            if not len(live):
+                return self._floor
+            self._lowest = int(live[self._counters[live].argmin()])
+        return float(self._counters[self._lowest])
 
     def service(self) -> dict[str, float]:
         """Counter of each known tenant, in weighted tokens over the tenant's weight."""
         return {name: float(self._counters[index]) for name, index in self._index.items()}
+
+    def _changed(self, index: int) -> None:
+        if index == self._lowest:
+            self._lowest = -1
 
     def _new(self, tenant: str) -> int:
         if self._free:

@@ -39,9 +39,7 @@ def test_kv_03_kv_04_output_after_many_preemptions_is_that_of_an_undisturbed_run
     # the state that the first one left behind.
     world = World(make_settings(max_num_seqs=6), num_blocks=12)
     sizes = [(6, 4), (4, 6), (7, 15), (5, 18), (4, 14)]
-    others = [world.submit(prompt, max_tokens, no_cache=no_cache) for prompt, max_tokens in sizes]
-    for other in others:
-        other.priority = -1
+    others = [world.submit(prompt, max_tokens, no_cache=no_cache, priority=-1) for prompt, max_tokens in sizes]
     victim = world.submit(2, max_tokens=36, min_tokens=36, no_cache=no_cache)
     preempted_at = []
     before = victim.state

@@ -28,7 +28,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 _COLUMNS = ("num_tokens", "capacity", "last_token", "num_input", "min_tokens_at", "ends_at", "expected_at", "tenant",
-            "scheduled_at", "stops_on_eos")  # fmt: skip
+            "priority", "scheduled_at", "stops_on_eos")  # fmt: skip
 
 
 class DecodeBatch:
@@ -59,6 +59,7 @@ class DecodeBatch:
         self.expected_at: Ints = np.zeros(size, np.int64)
         """num_tokens at which the gateway's history expects it to end; num_tokens itself where it knows nothing."""
         self.tenant: Ints = np.zeros(size, np.int64)
+        self.priority: Ints = np.zeros(size, np.int64)
         self.scheduled_at: Floats = np.zeros(size)
         """When its last row was planned."""
         self.stops_on_eos: Bools = np.zeros(size, np.bool_)
@@ -91,6 +92,7 @@ class DecodeBatch:
         known = request.expected_output_tokens if request.predicted_output_tokens else 0
         self.expected_at[row] = request.num_tokens + known
         self.tenant[row] = request.tenant_index
+        self.priority[row] = request.priority
         self.scheduled_at[row] = now
         self.stops_on_eos[row] = not sampling.ignore_eos
 
@@ -131,8 +133,7 @@ class DecodeBatch:
 
     def take_in(self, rows: slice | Ints, tokens: list[int]) -> Ints:
         """The rows' next tokens (all rows alive). Returns their numbers of output tokens before."""
-        chosen = self._appends[rows] if isinstance(rows, slice) else [self._appends[i] for i in rows]
-        for append, token in zip(chosen, tokens, strict=True):
+        for append, token in zip(self._at(self._appends, rows), tokens, strict=True):
             append(token)
         before = self.num_tokens[rows]
         offsets: Ints = before - self.num_input[rows]
@@ -150,18 +151,29 @@ class DecodeBatch:
         for token_id in self._settings.eos_token_ids:
             eos |= last == token_id
         eos &= ripe & self.stops_on_eos[rows]
-        chosen = self.requests[rows] if isinstance(rows, slice) else [self.requests[i] for i in rows]
         stopped: list[int] = []
         if self._num_with_stops:
+            chosen = self._at(self.requests, rows)
             stopped = [
                 i for i, r in enumerate(chosen) if ripe[i] and not eos[i] and last[i] in r.sampling.stop_token_ids
             ]
-        if not (stopped or over.any() or eos.any()):
+        elif not (over | eos).any():
             return []
+        chosen = self._at(self.requests, rows)
         reasons = {int(i): FinishReason.LENGTH for i in np.flatnonzero(over)}
         reasons |= {i: FinishReason.STOP for i in stopped}
         reasons |= {int(i): FinishReason.EOS for i in np.flatnonzero(eos)}
         return [(chosen[i], reasons[i]) for i in sorted(reasons)]
+
+    @staticmethod
+    def _at(column: list[Any], rows: slice | Ints) -> list[Any]:
+        return column[rows] if isinstance(rows, slice) else [column[i] for i in rows]
+
+    def grow(self, places: Ints, blocks: list[int]) -> None:
+        """One more block for each of these rows."""
+        for place, block in zip(places, blocks, strict=True):
+            self.tables[place].append(block)
+        self.capacity[places] += self._settings.block_size
 
     def growth_tokens(self) -> int:
         """Tokens that the rows are still expected to grow by."""

@@ -85,9 +85,10 @@ class BlockPool:
         """n blocks with one reference each, or None and no change. Evicts least recently used blocks at need."""
         if n > self.available_blocks:
             return None
-        free = min(n, len(self._free))
-        blocks = [self._free.pop() for _ in range(free)]
-        blocks += [self._evict() for _ in range(n - free)]
+        kept = max(0, len(self._free) - n)
+        blocks = self._free[: kept - 1 if kept else None : -1]
+        del self._free[kept:]
+        blocks += [self._evict() for _ in range(n - len(blocks))]
         for block in blocks:
             self._refs[block] = 1
         return blocks

@@ -78,15 +78,15 @@ class Packing:
         plan.banned = [()] * count
         early = num < batch.min_tokens_at[rows]
         if early.any():
-            for i in early.nonzero()[0]:
-                place = int(i) if isinstance(rows, slice) else int(rows[i])
-                plan.banned[i] = banned_ids(batch.requests[place], self._settings)
+            for index in early.nonzero()[0].tolist():
+                place = index if isinstance(rows, slice) else int(rows[index])
+                plan.banned[index] = banned_ids(batch.requests[place], self._settings)
         plan.histories, plan.prompt_lens = [None] * count, [0] * count
         if batch.num_with_history:
-            for i, row in enumerate(range(count) if isinstance(rows, slice) else rows.tolist()):
-                if plan.sampling[i].needs_history:
-                    request = batch.requests[row]
-                    plan.histories[i], plan.prompt_lens[i] = request.token_ids, len(request.prompt_ids)
+            for index, place in enumerate(range(count) if isinstance(rows, slice) else rows.tolist()):
+                if plan.sampling[index].needs_history:
+                    request = batch.requests[place]
+                    plan.histories[index], plan.prompt_lens[index] = request.token_ids, len(request.prompt_ids)
         plan.num_decode_rows = count
         batch.scheduled_at[rows] = now
         self.decode_rows = rows

@@ -90,6 +90,8 @@ class Policy:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}")
         self.terms = terms
         self.reorders = settings.policy not in ("fcfs", "decode_first")
+        self.horizon_s = settings.urgency_horizon_s if terms.horizon else float("inf")
+        """Slack beyond which nothing is urgent."""
         self._settings = settings
         self._pace = pace
         self._service = service
@@ -109,6 +111,24 @@ class Policy:
             -self._debt_ms(request) if terms.debt else 0.0,
             -_LEVEL_MS * request.level if terms.level else 0.0,
         )
+
+    def total(self, request: Request, now: float) -> float:
+        """The priority: the sum of `score`'s terms."""
+        terms, settings = self.terms, self._settings
+        total = self._age_ms_per_s * (now - request.accepted_at)
+        if terms.by_class:
+            total -= request.priority * settings.class_weight_ms
+        if terms.urgency:
+            total += self._urgency_ms(request, now)
+        if terms.cost:
+            total -= 1000.0 * self.prefill_s(request)
+        if terms.nearly and self._nearly_complete(request):
+            total += settings.nearly_complete_boost_ms
+        if terms.debt:
+            total -= self._debt_ms(request)
+        if terms.level:
+            total -= _LEVEL_MS * request.level
+        return total
 
     def static_ms(self, request: Request) -> float:
         """The part of the score that stands still relative to others while they wait. For the queue's order."""

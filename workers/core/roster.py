@@ -65,6 +65,8 @@ class Roster:
         """Decodes that no step has named yet."""
         self._unsaid: list[Request] = []
         """Decodes with handed-over output that their clients have not been told here."""
+        self._classes: Counter[int] = Counter()
+        """Requests here by priority; those without any are left out."""
         self._flight: Flight | None = None
         self._swap_out: list[tuple[int, int]] = []
         self._to_offload: list[Request] = []
@@ -243,6 +245,7 @@ class Roster:
         request.arrival = self._arrivals
         request.accepted_at = now
         request.tenant_index = self.service.enter(request.tenant)
+        self._classes[request.priority] += 1
         request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request
         self._queues.add(request, now)
@@ -288,4 +291,7 @@ class Roster:
         self._residency.release(request, quarantined)
         self._drop_copy(request)
         self.service.leave(request.tenant_index)
+        self._classes[request.priority] -= 1
+        if not self._classes[request.priority]:
+            del self._classes[request.priority]
         del self.requests[request.key]

@@ -45,6 +45,7 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 _PACE_STEPS = 32
 """Steps between looks at how fast work goes."""
 _PACE_TOKENS = 256
+_UNLEARNED_STEPS = 8
 
 
 class Scheduler(Suspension):
@@ -62,6 +63,7 @@ class Scheduler(Suspension):
         self._step_s = 0.0
         self._floor = 0.0
         self._joining = 0
+        self._unlearned: list[tuple[StepShape, float]] = []
         self._blocked = False
         """The last new prefill lacked blocks or a row."""
 
@@ -69,6 +71,8 @@ class Scheduler(Suspension):
         """The next step, or None when there is nothing to compute. Raises InvariantError when one is on its way."""
         if self._flight is not None:
             raise InvariantError("a step is already on its way")
+        if len(self._unlearned) >= _UNLEARNED_STEPS:
+            self.learn()
         self._refuse_lost(now)
         self._make_room_for_class(now)
         packing = Packing(self._steps, self._settings, self._predictor, self._floor_tokens())
@@ -102,7 +106,7 @@ class Scheduler(Suspension):
         self._flight = None
         self._step_s = max(0.0, now - flight.since)
         if self._predictor is not None and plan.num_rows:
-            self._predictor.observe(flight.shape, self._step_s)
+            self._unlearned.append((flight.shape, self._step_s))
         if self._steps % _PACE_STEPS == 1:
             self._learn_pace()
         gone = {request.key for request in flight.dropped}
@@ -124,6 +128,14 @@ class Scheduler(Suspension):
             self._forget(request)
         self._pause_wanted(now)
         return events
+
+    def learn(self) -> None:
+        """Teaches the predictor what steps took since the last call. For a time when nobody waits for a plan: it costs
+        as much as planning. `schedule` calls it when much is left over."""
+        if self._predictor is not None:
+            for shape, seconds in self._unlearned:
+                self._predictor.observe(shape, seconds)
+        self._unlearned.clear()
 
     # ---- looking
 
@@ -175,7 +187,7 @@ class Scheduler(Suspension):
 
     def _make_room_for_class(self, now: float) -> None:
         """B9: the next prefill preempts lower classes for blocks or a row that it lacks, if that is enough for it."""
-        if not self._policy.terms.by_class or self._settings.batching != Batching.CONTINUOUS:
+        if len(self._classes) < 2 or not self._policy.terms.by_class or self._settings.batching != Batching.CONTINUOUS:
             return
         request = self._next_new(now)
         if request is None:
@@ -215,23 +227,30 @@ class Scheduler(Suspension):
         rows = self._choose_rows(packing, now)
         short = np.flatnonzero(batch.num_tokens[rows] > batch.capacity[rows])
         if len(short):
-            chosen = [batch.requests[i] for i in (range(len(batch))[rows] if isinstance(rows, slice) else rows)]
-            everyone = isinstance(rows, slice) and len(chosen) == len(batch)
-            preempted = [self._grow(chosen[i], now) for i in short]
-            if any(preempted):
-                alive = [r.row for r in chosen if r.state is State.DECODING]
-                rows = slice(0, len(batch)) if everyone else np.asarray(alive, np.int64)
+            places = short if isinstance(rows, slice) else rows[short]
+            blocks = self._pool.alloc(len(short))
+            if blocks is not None:
+                batch.grow(places, blocks)
+            else:
+                rows = self._make_room(rows, places, now)
         packing.add_decodes(batch, rows, now)
 
-    def _grow(self, request: Request, now: float) -> bool:
-        """Room for the request's next token; True when somebody was preempted for it, perhaps itself."""
-        preempted = False
+    def _make_room(self, rows: slice | Ints, places: Ints, now: float) -> slice | Ints:
+        """Blocks are short for some of the rows: somebody is preempted. Returns the rows that are left."""
+        batch = self._batch
+        chosen = batch.requests[:] if isinstance(rows, slice) else [batch.requests[i] for i in rows]
+        for request in [batch.requests[i] for i in places]:
+            self._grow(request, now)
+        if isinstance(rows, slice):
+            return slice(0, len(batch))
+        return np.asarray([r.row for r in chosen if r.state is State.DECODING], np.int64)
+
+    def _grow(self, request: Request, now: float) -> None:
+        """Room for the request's next token; somebody may be preempted for it, perhaps itself."""
         while request.state is State.DECODING and not self._residency.grow(request):
             self._preempt(require(self._choose_victim(self._computing(), request, now)), now)
-            preempted = True
         if request.state is State.DECODING:
             self._batch.capacity[request.row] = len(request.block_ids) * self._settings.block_size
-        return preempted
 
     def _choose_rows(self, packing: Packing, now: float) -> slice | Ints:
         """All rows of the batch, or those whose turn it is.
@@ -289,7 +308,7 @@ class Scheduler(Suspension):
         queues, policy = self._queues, self._policy
         started = list(queues.prefilling)
         if policy.reorders:
-            started.sort(key=lambda r: (-sum(policy.score(r, now)), r.arrival))
+            started.sort(key=lambda r: (-policy.total(r, now), r.arrival))
         new = self._next_new(now)
         self._blocked = new is None
         queues.lacking_blocks = None
@@ -309,7 +328,7 @@ class Scheduler(Suspension):
             new = self._next_new(now)
 
     def _before(self, head: Request, new: Request, now: float) -> bool:
-        return sum(self._policy.score(head, now)) >= sum(self._policy.score(new, now))
+        return self._policy.total(head, now) >= self._policy.total(new, now)
 
     def _next_new(self, now: float) -> Request | None:
         """Who starts next: preempted requests before others of their class, and nobody before an older adoption."""
@@ -321,7 +340,7 @@ class Scheduler(Suspension):
             return best
         back = queues.preempted[0]
         if policy.reorders:
-            back = max(queues.preempted, key=lambda r: (sum(policy.score(r, now)), -r.arrival))
+            back = max(queues.preempted, key=lambda r: (policy.total(r, now), -r.arrival))
         higher = policy.terms.by_class and best is not None and best.priority < back.priority
         return best if higher else back
 

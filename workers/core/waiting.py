@@ -74,7 +74,9 @@ class WaitingLine:
         candidates = [head for tenant in self._least_served() if (head := self._head(tenant)) is not None]
         if self._policy.terms.urgency and (urgent := self._most_urgent(now)) is not None:
             candidates.append(urgent)
-        return max(candidates, key=lambda r: (sum(self._policy.score(r, now)), -r.arrival))
+        if all(candidate is candidates[0] for candidate in candidates):
+            return candidates[0]
+        return max(candidates, key=lambda r: (self._policy.total(r, now), -r.arrival))
 
     def lost(self, now: float) -> list[Request]:
         """Requests that cannot meet their deadlines any more; each is named once. They still wait here."""
@@ -118,7 +120,9 @@ class WaitingLine:
     def _most_urgent(self, now: float) -> Request | None:
         while self._due and not _waits(self._due[0][2]):
             heappop(self._due)
-        return self._due[0][2] if self._due and self._due[0][0] >= now else None
+        if not self._due or not now <= self._due[0][0] < now + self._policy.horizon_s:
+            return None
+        return self._due[0][2]
 
     def _compact(self) -> None:
         """Most of what is in the heaps may have left long ago."""
