@@ -30,6 +30,8 @@ class Branch:
     ticket: Ticket
     reserved_output_tokens: int
     """Predicted length of the whole output."""
+    tenant_index: int = 0
+    """Of the gate's service counters."""
 
 
 Events = asyncio.Queue[tuple[Branch, Deliver | Ended]]

@@ -9,7 +9,7 @@ from router.answer import Branch
 from router.core.flight import Leg
 
 
-def body(branch: Branch, time_left_s: float) -> pb.RequestBody:
+def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.RequestBody:
     flight, spec, params = branch.flight, branch.spec, branch.flight.sampling
     return pb.RequestBody(
         request_id=flight.request_id,
@@ -42,6 +42,7 @@ def body(branch: Branch, time_left_s: float) -> pb.RequestBody:
         task=spec.task,
         reserved_output_tokens=branch.reserved_output_tokens,
         steps_left=spec.steps_left,
+        tenant_service=tenant_service,
     )
 
 

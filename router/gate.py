@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.admission import Admission
 from headrace.core.admission_records import Ask, Decision, QueueLimits, Reason, Room, TenantLimits, Ticket
+from headrace.core.fairness import ServiceCounters, ServiceWeights
 from headrace.core.lengths import OutputLengths
 from headrace.core.records import FinishReason, Role
 from headrace.errors import Code, HeadraceError, invalid
@@ -41,6 +42,8 @@ class Admitted:
     tickets: tuple[Ticket, ...]
     reserved_output_tokens: int
     """Predicted length of each choice's output."""
+    tenant_indices: tuple[int, ...] = ()
+    """One a choice, of `Gate.service`; `Gate.left` gives each back."""
 
 
 class Gate:
@@ -48,6 +51,8 @@ class Gate:
 
     def __init__(self, spec: GatewaySpec) -> None:
         self.lengths = OutputLengths()
+        self.service = ServiceCounters(_service_weights(spec))
+        """What each tenant has had of prefill and decode workers together; workers are told with each request."""
         self.decisions: Counter[tuple[str, str]] = Counter()
         """Choices by (action, reason) since the start."""
         self._spec = spec
@@ -97,7 +102,8 @@ class Gate:
             raise self._refusal(ask, room, decision)
         if decision.best_effort:
             log.info("best_effort tenant=%s time_left_s=%.3f", spec.tenant, time_left_s)
-        return Admitted(decision.tickets, reserved)
+        indices = tuple(self.service.enter(spec.tenant) for _ in spec.sampling)
+        return Admitted(decision.tickets, reserved, indices)
 
     def refused(self, reason: str, num_requests: int) -> None:
         """Counts a refusal that needed no account."""
@@ -106,8 +112,9 @@ class Gate:
     def started(self, ticket: Ticket, now: float) -> None:
         self.admission.started(ticket, now)
 
-    def left(self, ticket: Ticket, output_tokens: int, now: float) -> None:
+    def left(self, ticket: Ticket, tenant_index: int, output_tokens: int, now: float) -> None:
         self.admission.leave(ticket, now, output_tokens)
+        self.service.leave(tenant_index)
 
     def completed(self, spec: GenerationSpec, flight: Flight, reason: FinishReason) -> None:
         """Learns from a choice that ended in good order."""
@@ -156,3 +163,8 @@ class Gate:
 
 def _limits(tenant: TenantSpec) -> TenantLimits:
     return TenantLimits(**tenant.model_dump(exclude={"weight"}))
+
+
+def _service_weights(spec: GatewaySpec) -> ServiceWeights:
+    tenants = {name: tenant.weight for name, tenant in spec.tenants.items()}
+    return ServiceWeights(tenants=tenants, default_tenant=tenants.get(EVERY_OTHER_TENANT, 1.0))

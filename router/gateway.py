@@ -34,6 +34,7 @@ from router.core.flight import (
     Flight,
     FlightState,
     Leg,
+    LegKind,
     SubmitTo,
 )
 from router.core.kin import Kin
@@ -187,6 +188,7 @@ class Gateway:
             events=events,
             ticket=admitted.tickets[index],
             reserved_output_tokens=admitted.reserved_output_tokens,
+            tenant_index=admitted.tenant_indices[index],
         )
 
     def _accept(self, branch: Branch, parents: list[Branch], now: float) -> None:
@@ -203,7 +205,7 @@ class Gateway:
         self._live.pop(branch.flight.request_id, None)
         self._queued.pop(branch.flight.request_id, None)
         self._kin.leave(branch)
-        self.gate.left(branch.ticket, len(branch.flight.output_ids), self._clock())
+        self.gate.left(branch.ticket, branch.tenant_index, len(branch.flight.output_ids), self._clock())
 
     # ---- carrying out actions
 
@@ -226,7 +228,8 @@ class Gateway:
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)
                     self.fleet.send(leg.worker, frames.finish(leg.handle, reason))
-                case Deliver():
+                case Deliver(token_ids=token_ids):
+                    self.gate.service.charge_output(branch.tenant_index, len(token_ids))
                     branch.events.put_nowait((branch, action))
                 case Ended(reason, error):
                     self._ended(branch, reason, error)
@@ -242,7 +245,8 @@ class Gateway:
         flight = branch.flight
         tokens = len(flight.prompt_ids) + len(flight.output_ids)
         seq = self.fleet.bookings.add(leg.worker, tokens)
-        body = frames.body(branch, max(branch.deadline - self._clock(), 0.0))
+        service = self.gate.service.counter(branch.tenant_index)
+        body = frames.body(branch, max(branch.deadline - self._clock(), 0.0), service)
         self._legs[leg.handle] = (branch, leg)
         if source is None:
             frame = frames.submit(leg, seq, body, hand_off=flight.disaggregated)
@@ -317,6 +321,9 @@ class Gateway:
         flight = branch.flight
         if kind == "started":
             self.gate.started(branch.ticket, now)
+            if leg.kind is not LegKind.DECODE:
+                computed = len(flight.prompt_ids) + len(flight.output_ids) - message.cached_tokens
+                self.gate.service.charge_input(branch.tenant_index, computed, message.cached_tokens)
             self._act(branch, flight.started(leg, self.fleet.views(), now, next(self._turns)))
         elif kind == "prefilled":
             flight.prefilled(leg, ledger_from_proto(message.ledger))

@@ -82,4 +82,5 @@ def request_from(
         task=body.task,
         steps_left=body.steps_left if body.HasField("steps_left") else None,
         predicted_output_tokens=body.reserved_output_tokens,
+        tenant_service=body.tenant_service,
     )

@@ -86,15 +86,28 @@ class ServiceCounters:
         self._counters[index] += service * self._scale[index]
         self._changed(index)
 
+    def charge_output(self, index: int, tokens: int) -> None:
+        self._counters[index] += self.weights.output_token * tokens * self._scale[index]
+        self._changed(index)
+
+    def raise_to(self, index: int, counter: float) -> None:
+        """Somebody who sees more of the tenant's service counts at least so much."""
+        if counter > self._counters[index]:
+            self._counters[index] = counter
+            self._changed(index)
+
     def charge_outputs(self, indices: Ints) -> None:
         """One output token for each entry."""
         counts = np.bincount(indices, minlength=len(self._counters))
         self._counters += self.weights.output_token * counts * self._scale
         self._lowest = -1
 
-    def charge_residence(self, index: int, block_seconds: float) -> None:
-        self._counters[index] += self.weights.kv_block_s * block_seconds * self._scale[index]
-        self._changed(index)
+    def charge_residence(self, indices: Ints, blocks: Floats, seconds: float) -> None:
+        """KV blocks that each entry has held for `seconds`."""
+        if self.weights.kv_block_s:
+            held = np.bincount(indices, blocks, minlength=len(self._counters))
+            self._counters += self.weights.kv_block_s * seconds * held * self._scale
+            self._lowest = -1
 
     def counter(self, index: int) -> float:
         return float(self._counters[index])

@@ -65,7 +65,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., branch: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_amounts: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestBody(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "output_ids", "sampling", "time_left_s", "namespace", "no_cache", "tenant", "priority", "endpoint", "task", "reserved_output_tokens", "steps_left")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "output_ids", "sampling", "time_left_s", "namespace", "no_cache", "tenant", "priority", "endpoint", "task", "reserved_output_tokens", "steps_left", "tenant_service")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class RequestBody(_message.Message):
     TASK_FIELD_NUMBER: _ClassVar[int]
     RESERVED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_SERVICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -94,7 +95,8 @@ class RequestBody(_message.Message):
     task: str
     reserved_output_tokens: int
     steps_left: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., time_left_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., no_cache: _Optional[bool] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., endpoint: _Optional[str] = ..., task: _Optional[str] = ..., reserved_output_tokens: _Optional[int] = ..., steps_left: _Optional[int] = ...) -> None: ...
+    tenant_service: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., time_left_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., no_cache: _Optional[bool] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., endpoint: _Optional[str] = ..., task: _Optional[str] = ..., reserved_output_tokens: _Optional[int] = ..., steps_left: _Optional[int] = ..., tenant_service: _Optional[float] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("handle", "submit_seq", "body", "hand_off")

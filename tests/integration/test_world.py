@@ -182,6 +182,21 @@ def test_a_revoked_lease_makes_a_new_plan_on_one_worker() -> None:
     run(main())
 
 
+def test_prefill_and_decode_workers_count_a_tenants_service_together() -> None:
+    async def main() -> None:
+        async with world(P, D) as w:
+            first = spec(prompt(random.Random(3), 40), 60, ignore_eos=True)
+            await w.ask(first)
+            seen = w.gateway.gate.service.service()["t"]
+            assert seen == 40 + 2 * 60
+            await w.ask(spec(prompt(random.Random(4), 10), 1, ignore_eos=True))
+            at_prefill = w.workers["prefill-0"].scheduler.service.service()["t"]
+            assert at_prefill >= seen, "the outputs were computed elsewhere"
+            await w.assert_drained()
+
+    run(main())
+
+
 def test_a_stop_string_ends_tokens_text_and_bill_at_one_place() -> None:
     async def main() -> None:
         async with world(C) as w:

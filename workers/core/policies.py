@@ -103,7 +103,7 @@ class Policy:
         """Terms in milliseconds, in the order of REASONS; their sum is the priority."""
         terms, settings = self.terms, self._settings
         return (
-            -request.priority * settings.class_weight_ms if terms.by_class else 0.0,
+            -request.rank * settings.class_weight_ms if terms.by_class else 0.0,
             self._urgency_ms(request, now) if terms.urgency else 0.0,
             self._age_ms_per_s * (now - request.accepted_at),
             -1000.0 * self.prefill_s(request) if terms.cost else 0.0,
@@ -117,7 +117,7 @@ class Policy:
         terms, settings = self.terms, self._settings
         total = self._age_ms_per_s * (now - request.accepted_at)
         if terms.by_class:
-            total -= request.priority * settings.class_weight_ms
+            total -= request.rank * settings.class_weight_ms
         if terms.urgency:
             total += self._urgency_ms(request, now)
         if terms.cost:
@@ -135,7 +135,7 @@ class Policy:
         terms, settings = self.terms, self._settings
         static = -self._age_ms_per_s * request.accepted_at
         if terms.by_class:
-            static -= request.priority * settings.class_weight_ms
+            static -= request.rank * settings.class_weight_ms
         if terms.cost:
             static -= 1000.0 * self.prefill_s(request)
         if terms.level:
@@ -153,7 +153,7 @@ class Policy:
         if self._settings.ttft_target_s and request.first_token_at is None and not request.resumed:
             due = min(due, request.accepted_at + self._settings.ttft_target_s - prefill)
         if request.deadline is not None:
-            due = min(due, request.deadline - prefill - self._decode_s(request))
+            due = min(due, request.deadline - self._calls(request) * (prefill + self._decode_s(request)))
         return due
 
     def outlook(self, request: Request, now: float) -> Outlook:
@@ -161,7 +161,9 @@ class Policy:
         if request.deadline is None:
             return Outlook.ATTAINABLE
         left = request.deadline - now
-        need = (self.prefill_s(request) + self._decode_s(request)) if self._pace.known else 0.0
+        need = 0.0
+        if self._pace.known:
+            need = self._calls(request) * (self.prefill_s(request) + self._decode_s(request))
         if left < 0.7 * need:
             return Outlook.LOST
         return Outlook.DOUBTFUL if left < 1.3 * need else Outlook.ATTAINABLE
@@ -205,6 +207,11 @@ class Policy:
         ahead = self._service.counter(request.tenant_index) - self._service.lowest()
         weight = 1e6 if not (self.terms.by_class or self.terms.cost) else self._settings.fairness_weight_ms
         return weight * max(0.0, ahead)
+
+    @staticmethod
+    def _calls(request: Request) -> int:
+        """Model calls that must end before the deadline: this one and those that its agent has left."""
+        return 1 + (request.steps_left or 0)
 
     def _decode_s(self, request: Request) -> float:
         return request.expected_output_tokens * self._pace.decode_token_s

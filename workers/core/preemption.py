@@ -96,7 +96,7 @@ class Preemption:
             deadline_ms=settings.deadline_penalty_ms if misses else 0.0,
             debt_ms=-self._policy.debt_ms(request),
             nearly_ms=settings.nearly_finished_bonus_ms * done,
-            class_ms=-settings.class_weight_ms * request.priority,
+            class_ms=-settings.class_weight_ms * request.rank,
         )
 
     def choose_victim(

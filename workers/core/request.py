@@ -107,6 +107,8 @@ class Request:
     task: str = ""
     steps_left: int | None = None
     """Steps that the client's agent may still take after this one; None: not told."""
+    tenant_service: float = 0.0
+    """Weighted tokens that the tenant has had of all workers, as the gateway counts them."""
     predicted_output_tokens: int = 0
     """Length that the whole output, over all attempts, is expected not to exceed; 0: not predicted."""
     adapter: str = ""
@@ -209,6 +211,16 @@ class Request:
         most = self.sampling.max_tokens - self.num_output
         predicted = self.predicted_output_tokens - self.num_output
         return max(0, min(most, predicted) if predicted > 0 else most)
+
+    @property
+    def overran(self) -> bool:
+        """The output is longer than the gateway's history had it."""
+        return 0 < self.predicted_output_tokens < self.num_output
+
+    @property
+    def rank(self) -> int:
+        """Class for scores, lower goes first: an output that overran its prediction counts one class less."""
+        return self.priority + self.overran
 
     @property
     def reserved_output_tokens(self) -> int:

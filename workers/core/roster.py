@@ -245,6 +245,7 @@ class Roster:
         request.arrival = self._arrivals
         request.accepted_at = now
         request.tenant_index = self.service.enter(request.tenant)
+        self.service.raise_to(request.tenant_index, request.tenant_service)
         self._classes[request.priority] += 1
         request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request

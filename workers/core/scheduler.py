@@ -295,7 +295,7 @@ class Scheduler(Suspension):
                 self._sink(request, 1)
             rank = np.fromiter((r.level for r in batch.requests), np.int64, count)
         elif terms.by_class:
-            rank = np.fromiter((r.priority for r in batch.requests), np.int64, count)
+            rank = np.fromiter((r.rank for r in batch.requests), np.int64, count)
         elif terms.urgency:
             due = np.fromiter(map(self._policy.due_at, batch.requests), np.float64, count)
             return np.lexsort((arrival, due, ~overdue))
@@ -436,6 +436,9 @@ class Scheduler(Suspension):
             keys, tokens = [keys[i] for i in alive], [tokens[i] for i in alive]
         offsets = batch.take_in(rows, tokens)
         self.service.charge_outputs(batch.tenant[rows])
+        self.service.charge_residence(
+            batch.tenant[rows], batch.capacity[rows] / self._settings.block_size, self._step_s
+        )
         self._repeat_handed_over(flight, events)
         events.token_keys += keys
         events.token_offsets += offsets.tolist()
