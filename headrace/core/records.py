@@ -63,6 +63,7 @@ class WorkerLedger:
     hand_off_s: float = 0.0
     decode_s: float = 0.0
     preempted_s: float = 0.0
+    tool_wait_s: float = 0.0
     cached_tokens: int = 0
     computed_tokens: int = 0
     bytes_moved: int = 0

@@ -476,6 +476,8 @@ class Scheduler(Suspension):
             request.first_token_at = now
             if not request.adopted:
                 request.clock.enter(None if request.hand_off else Stage.DECODE, now, sampling_s=sample_s)
+        elif request.clock.stage is Stage.PREFILL:
+            request.clock.enter(Stage.DECODE, now)  # a tool's answer is computed
         output = request.output_ids[request.emitted :]
         events.token_keys += [request.key] * len(output)
         events.token_offsets += range(request.emitted, request.num_output)
