@@ -67,8 +67,9 @@ class SchedulerSettings:
     """Share of a step's tokens that prefills get while they wait, however many decodes there are."""
     next_token_deadline_s: float = 1.0
     """A decode that has not been in a step for so long goes before prefills and other decodes; 0: never."""
-    age_boost_ms_per_s: float = 100.0
-    """Priority that a second of waiting adds."""
+    age_boost_ms_per_s: float = 1000.0
+    """Priority that a second of waiting adds. At 1000 a prefill goes first when it has waited longer than the time that
+    it needs more than another."""
     ttft_target_s: float = 2.0
     """First token due after arrival; urgency grows as it comes near. 0: no such target."""
     urgency_horizon_s: float = 1.0
