@@ -4,6 +4,7 @@ import pytest
 
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError, Rejected
+from kvtransfer.wire import ledger_from_proto, ledger_to_proto
 from tests.core_world import EOS, World, make_settings
 from workers.core.limits import banned_ids, end_reason, refusal
 from workers.core.request import TRANSITIONS, State, advance
@@ -118,6 +119,16 @@ def test_stages_sum_to_the_time_passed_even_when_instants_come_out_of_order() ->
     ledger = clock.ledger
     assert (ledger.queue_s, ledger.prefill_s, ledger.sampling_s) == (2.0, 3.5, 1.5)
     assert (ledger.preempted_s, ledger.decode_s) == (2.0, 1.0)
+
+
+def test_every_stage_has_its_place_in_the_ledger() -> None:
+    # Old fault: the ledger had no field for tool waits, so that a request could pause but never resume.
+    for stage in Stage:
+        clock = StageClock()
+        clock.enter(stage, 1.0)
+        clock.enter(None, 3.0)
+        assert getattr(clock.ledger, stage) == 2.0
+        assert ledger_from_proto(ledger_to_proto(clock.ledger)) == clock.ledger
 
 
 def test_settings_that_leave_no_room_for_a_prefill_are_refused() -> None:
