@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 
+from headrace.core.predictor import StepPredictor
 from headrace.core.records import FinishReason
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
 from workers.core.blocks import BlockPool
+from workers.core.journal import OFF, Tracing
 from workers.core.limits import banned_ids, end_reason
 from workers.core.plan import StepEvents, StepPlan, StepResult
 from workers.core.prefix_cache import PrefixCache
@@ -124,11 +126,13 @@ class World:
     num_blocks: int = 64
     vocab: int = 50
     now: float = 0.0
+    predictor: StepPredictor | None = None
+    tracing: Tracing = OFF
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.settings.block_size)
         self.cache = PrefixCache(self.pool)
-        self.scheduler = Scheduler(self.settings, self.pool, self.cache)
+        self.scheduler = Scheduler(self.settings, self.pool, self.cache, self.predictor, tracing=self.tracing)
         self.runner = ToyRunner(self.num_blocks, self.settings.block_size, self.vocab)
         self.truth: dict[RequestKey, list[int]] = {}
         self.seen: dict[RequestKey, Request] = {}

@@ -152,6 +152,8 @@ class Request:
     """Place in the batch of decodes, -1 outside."""
     priority_reason: str = field(default="arrival", init=False)
     """Why it was last chosen before others."""
+    traced: bool = field(default=False, init=False)
+    """Its life is recorded, see `workers.core.journal`."""
     pinned: bool = field(default=False, init=False)
     """A reader's lease is open on the blocks: not a victim."""
     accepted_at: float = field(default=0.0, init=False)

@@ -82,6 +82,14 @@ class Residency:
             self._cache.insert(request.block_hashes[index], request.block_ids[index])
         request.stored_blocks = full
 
+    def identity(self, request: Request) -> bytes:
+        """The name of the prompt in the cache: the hash of its last full block, or b"" without one. Keeps hashes."""
+        full = len(request.prompt_ids) // self._pool.block_size
+        if request.no_cache or full == 0:
+            return b""
+        self._hash(request, full)
+        return request.block_hashes[full - 1]
+
     def pull_targets(self, request: Request) -> Sequence[int]:
         """Blocks of an adoption that its reads may write to: all but those it shares with the cache."""
         return request.block_ids[request.stored_blocks :]

@@ -20,6 +20,7 @@ from headrace.ids import RequestKey
 from workers.core.batch import DecodeBatch
 from workers.core.blocks import BlockPool
 from workers.core.host_blocks import HostBlocks
+from workers.core.journal import Event, Journal, Tracing
 from workers.core.limits import refusal
 from workers.core.packing import Flight
 from workers.core.policies import Pace, Policy
@@ -37,7 +38,12 @@ class Roster:
     """See `workers.core.scheduler.Scheduler`, which is the one that workers make."""
 
     def __init__(
-        self, settings: SchedulerSettings, pool: BlockPool, cache: PrefixCache, service: ServiceCounters
+        self,
+        settings: SchedulerSettings,
+        pool: BlockPool,
+        cache: PrefixCache,
+        service: ServiceCounters,
+        tracing: Tracing,
     ) -> None:
         if settings.block_size != pool.block_size:
             raise InvariantError("settings and pool differ in block_size")
@@ -60,6 +66,7 @@ class Roster:
         self._preemption = Preemption(settings, pool, self._pace, self._policy)
         self._host = HostBlocks(settings.host_blocks)
         self._batch = DecodeBatch(settings)
+        self._journal = Journal(tracing, pool, self._batch, settings.max_num_batched_tokens)
         self._queues = Queues(WaitingLine(self._policy, service), self._batch)
         self._fresh: list[Request] = []
         """Decodes that no step has named yet."""
@@ -107,6 +114,8 @@ class Roster:
                 break
             request.ledger.cached_tokens = request.computed_tokens
             self._queues.move(request, State.TRANSFERRING, now)
+            if request.traced:
+                self._journal.note(Event.RESERVED, request, now)
             reserved.append(request.key)
         return reserved
 
@@ -130,6 +139,8 @@ class Roster:
             request.append(token_id)
         request.computed_tokens = num_tokens
         self._residency.publish(request)
+        if request.traced:
+            self._journal.adopted(request, now)
         request.unsaid = request.emitted < request.num_output
         self._queues.move(request, State.DECODING, now)
         self._fresh.append(request)
@@ -240,6 +251,7 @@ class Roster:
         if rejected is None and full:
             rejected = Rejected("queue_full")
         if rejected is not None:
+            self._journal.refused(request, rejected.reason, now)
             return rejected
         self._arrivals += 1
         request.arrival = self._arrivals
@@ -250,6 +262,9 @@ class Roster:
         request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request
         self._queues.add(request, now)
+        request.traced = self._journal.samples(request.request_id)
+        if request.traced:
+            self._journal.submitted(request, self._residency.identity(request), now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.key))
             if len(self._deadlines) > 2 * len(self.requests) + 64:
@@ -279,6 +294,8 @@ class Roster:
         return self._settings.watermark_blocks + growth + int(self._pressure)
 
     def _end(self, request: Request, reason: FinishReason, now: float, quarantined: Sequence[int] = ()) -> None:
+        if request.traced:
+            self._journal.finished(request, reason, now)
         in_flight = self._flight is not None and self._flight.names(request)
         self._queues.move(request, State.FINISHED, now)
         request.finish_reason = reason

@@ -30,6 +30,7 @@ from headrace.errors import InvariantError
 from headrace.ids import RequestKey
 from workers.core.batch import Bools, Ints
 from workers.core.blocks import BlockPool
+from workers.core.journal import OFF, Event, Tracing
 from workers.core.limits import end_reason
 from workers.core.packing import Flight, Packing
 from workers.core.plan import StepEvents, StepPlan, StepResult
@@ -56,8 +57,9 @@ class Scheduler(Suspension):
         cache: PrefixCache,
         predictor: StepPredictor | None = None,
         service: ServiceCounters | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
-        super().__init__(settings, pool, cache, service or ServiceCounters())
+        super().__init__(settings, pool, cache, service or ServiceCounters(), tracing)
         self._predictor = predictor
         self._steps = 0
         self._step_s = 0.0
@@ -89,6 +91,8 @@ class Scheduler(Suspension):
         self._flight = Flight(
             packing.plan, packing.decode_rows, packing.prefills, started, now, shape, predicted_s, packing.swapped_in
         )
+        if not self._journal.idle:
+            self._journal.step(self._flight, now)
         return packing.plan
 
     @property
@@ -183,6 +187,8 @@ class Scheduler(Suspension):
             if self._settings.lost_deadline == "reject":
                 self.counters["deadline_lost"] += 1
                 self.refused.append((request.key, "deadline_lost"))
+                if request.traced:
+                    self._journal.note(Event.DEADLINE_LOST, request, now)
                 self._end(request, FinishReason.DEADLINE, now)
 
     def _make_room_for_class(self, now: float) -> None:
@@ -363,7 +369,7 @@ class Scheduler(Suspension):
         else:
             self._returned(request, now)
         if copy is not None:
-            self._swap_in(packing, request, copy)
+            self._swap_in(packing, request, copy, now)
         self._queues.move(request, State.PREFILLING, now)
         # What the cache or the host gave back may have made the chunk smaller, never larger than was asked for.
         self._add_chunk(packing, request, max(1, packing.chunk(request)))
@@ -476,6 +482,8 @@ class Scheduler(Suspension):
             request.first_token_at = now
             if not request.adopted:
                 request.clock.enter(None if request.hand_off else Stage.DECODE, now, sampling_s=sample_s)
+                if request.traced:
+                    self._journal.note(Event.FIRST_TOKEN, request, now)
         elif request.clock.stage is Stage.PREFILL:
             request.clock.enter(Stage.DECODE, now)  # a tool's answer is computed
         output = request.output_ids[request.emitted :]
@@ -490,6 +498,8 @@ class Scheduler(Suspension):
         self._queues.move(request, State.TRANSFERRING if request.hand_off else State.DECODING, now)
         if request.hand_off:
             events.prefilled.append(request.key)
+            if request.traced:
+                self._journal.note(Event.HANDED_OFF, request, now)
 
     def _end_here(self, request: Request, reason: FinishReason, events: StepEvents, now: float) -> None:
         self._end(request, reason, now)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
+from workers.core.journal import Event
 from workers.core.packing import Packing
 from workers.core.preemption import Way
 from workers.core.request import HostCopy, Keep, Request, State
@@ -57,6 +58,8 @@ class Suspension(Roster):
         if request.state is not State.TOOL_WAIT:
             return False
         request.insert(list(token_ids))
+        if request.traced:
+            self._journal.note(Event.RESUMED, request, now)
         request.clock.enter(Stage.QUEUE, now)
         fits = self._queues.num_computing < self._settings.max_num_seqs and bool(request.block_ids)
         if fits and request not in self._to_offload and self._residency.grow(request):
@@ -77,6 +80,8 @@ class Suspension(Roster):
 
     def _pause(self, request: Request, keep: Keep, now: float) -> None:
         self.counters["paused"] += 1
+        if request.traced:
+            self._journal.note(Event.PAUSED, request, now, keep)
         self._queues.move(request, State.TOOL_WAIT, now)
         request.clock.enter(Stage.TOOL_WAIT, now)
         if keep is Keep.OFFLOAD:
@@ -90,20 +95,28 @@ class Suspension(Roster):
     def _preempt(self, request: Request, now: float) -> None:
         """Takes the request's blocks; it stays in line, or leaves when another worker does it sooner."""
         if request.state is State.TOOL_WAIT:
+            if request.traced:
+                self._journal.preempted(request, "vacated", None, now)
             self._vacate(request)
             return
         restore = self._preemption.restore(request, self._host.free_blocks, self._pause_s)
         if restore.way is Way.ROUTE:
             self.counters["routed"] += 1
             self.refused.append((request.key, "preempted"))
+            if request.traced:
+                self._journal.preempted(request, Way.ROUTE, self._preemption.score(request, restore, now), now)
             self._end(request, FinishReason.ERROR, now)
             return
         request.preemptions += 1
         request.preempted_at = now
         self.counters["preemptions"] += 1
         self._pressure += len(request.block_ids) / 8
-        if restore.way is not Way.SWAP or not self._copy_out(request):
+        swapped = restore.way is Way.SWAP and self._copy_out(request)
+        if not swapped:
             request.lost_tokens = max(request.lost_tokens, request.computed_tokens)
+        if request.traced:
+            way = Way.SWAP if swapped else Way.RECOMPUTE
+            self._journal.preempted(request, way, self._preemption.score(request, restore, now), now)
         self._queues.move(request, State.PREEMPTED, now)
         self._residency.publish(request)
         self._residency.release(request)
@@ -150,7 +163,7 @@ class Suspension(Roster):
             return None
         return copy
 
-    def _swap_in(self, packing: Packing, request: Request, copy: HostCopy) -> None:
+    def _swap_in(self, packing: Packing, request: Request, copy: HostCopy, now: float) -> None:
         """Blocks that the cache did not give come from the host; the rest of the prefill starts behind them."""
         matched = request.computed_tokens // self._settings.block_size
         if request.computed_tokens % self._settings.block_size:
@@ -160,6 +173,8 @@ class Suspension(Roster):
         request.host = None
         request.computed_tokens = max(request.computed_tokens, min(copy.num_tokens, request.num_tokens - 1))
         self.counters["swapped_in"] += 1
+        if request.traced:
+            self._journal.note(Event.SWAPPED_IN, request, now)
 
     def _returned(self, request: Request, now: float) -> None:
         """The request goes on after a preemption: not again a victim at once."""
