@@ -179,6 +179,26 @@ def profile(
         run(source, out, threads, quick)
 
 
+@app.command()
+def events(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Workers' event logs, or their folder.")],
+    request: Annotated[str | None, typer.Option(help="The life of this request, over all files.")] = None,
+) -> None:
+    """Show what happened to requests at the workers (`events.path` of the configuration)."""
+    with _errors():
+        from headrace import event_log
+        from headrace.errors import StartupError
+
+        log = event_log.read(files)
+        if log.num_unreadable:
+            _complain(f"{log.num_unreadable} line(s) are no events")
+        lines = event_log.overview(log.entries) if request is None else event_log.life(log.entries, request)
+        text = "\n".join(lines)
+        if not text:
+            raise StartupError(f"no event of request {request} in these files")
+        print(text)
+
+
 @config_app.command("validate")
 def config_validate(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
     """Check a file; every fault is one line with its field and limit."""

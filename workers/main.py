@@ -21,10 +21,12 @@ from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
 from kvtransfer.transports.base import peer_name
 from kvtransfer.transports.select import Lane, make_transport
 from workers.core.blocks import BlockPool
+from workers.core.journal import OFF
 from workers.core.prefix_cache import PrefixCache
 from workers.core.scheduler import Scheduler, SchedulerSettings
 from workers.engine import Engine
 from workers.hub import Hub
+from workers.journal_file import open_journal
 from workers.predictor_file import load_predictor, profile_key
 from workers.runner.base import Runner
 from workers.server import SERVER_OPTIONS, WorkerService
@@ -76,6 +78,7 @@ class Worker:
     async def start(self) -> WorkerReady:
         began, spec = time.monotonic(), self.spec
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._events = open_journal(spec)
         runner = await asyncio.to_thread(self._make_runner, spec)
         layout, identity = runner.layout, runner.fingerprint()
         fingerprint = identity.hex()
@@ -91,7 +94,8 @@ class Worker:
         )
         self.pool = BlockPool(runner.num_blocks, layout.block_size)
         self.predictor = load_predictor(spec, profile_key(spec, runner))
-        self.scheduler = Scheduler(scheduler_settings(spec, runner), self.pool, PrefixCache(self.pool))
+        tracing = OFF if self._events is None else self._events.tracing
+        self.scheduler = Scheduler(scheduler_settings(spec, runner), self.pool, PrefixCache(self.pool), tracing=tracing)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._server.add_insecure_port(f"{spec.host}:0")
         address = f"{spec.host}:{port}"
@@ -131,6 +135,8 @@ class Worker:
         )
         self.service = WorkerService(spec, hello, self.hub, self.scheduler, self.pool)
         rpc.add_WorkerServicer_to_server(self.service, self._server)
+        if self._events is not None:
+            self._events.start()
         self.engine.start()
         await self._server.start()
         self._monitor_task = asyncio.create_task(self._monitor(layout.block_bytes))
@@ -166,6 +172,8 @@ class Worker:
         await self._server.stop(grace=0.2)
         await self.hub.reader.close()
         await asyncio.to_thread(self.engine.stop)
+        if self._events is not None:
+            await asyncio.to_thread(self._events.stop)
         await self._lane.transport.close()
         self._stopped.set()
 
@@ -175,6 +183,8 @@ class Worker:
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.tick()
+            if self._events is not None:
+                self.hub.counters.update(self._events.counters)
             idle_ticks = 0 if self.hub.live_requests else idle_ticks + 1
             if idle_ticks == IDLE_TICKS:
                 with self.engine.lock:

@@ -41,6 +41,14 @@ class WorkerSpec(BaseModel):
     quarantine_cap_bytes: int = 256 << 20
     liveness_s: float = 8.0
     """Silence after which a session or a lease counts as broken."""
+    event_log_path: str = ""
+    """Folder of the event log; '': none is written."""
+    event_log_sample_rate: float = Field(default=1.0, ge=0, le=1)
+    """Share of requests that are recorded, the same ones at every worker."""
+    event_log_max_bytes: int = Field(default=64 << 20, ge=1)
+    """Of one file."""
+    event_log_max_files: int = Field(default=4, ge=1)
+    """Of this worker, the one that is being written included."""
     host: str = "127.0.0.1"
     cluster_token: str
     controller_pid: int = 0

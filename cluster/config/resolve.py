@@ -92,6 +92,10 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
                     read_timeout_s=config.kv_transfer.read_timeout_s,
                     quarantine_cap_bytes=config.kv_transfer.quarantine_cap_bytes,
                     liveness_s=config.cluster.liveness_s,
+                    event_log_path=str(Path(config.events.path).absolute()) if config.events.path else "",
+                    event_log_sample_rate=config.events.sample_rate,
+                    event_log_max_bytes=config.events.max_bytes,
+                    event_log_max_files=config.events.max_files,
                     host=config.kv_transfer.host or ("auto" if in_cluster else "127.0.0.1"),
                     cluster_token=token,
                 )

@@ -207,6 +207,19 @@ class ClusterConfig(Section):
         return self
 
 
+class EventsConfig(Section):
+    """The event log: what happened to requests at the workers, without what they say."""
+
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder, a file for each worker; unset: no log."""
+    sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of requests that are recorded."""
+    max_bytes: Annotated[SizeBytes, Field(ge=64 << 10, le=1 << 40)] = 64 << 20
+    """Of one file."""
+    max_files: Annotated[int, Field(ge=1, le=100)] = 4
+    """Of one worker."""
+
+
 class ServeConfig(Section):
     """The whole file."""
 
@@ -218,6 +231,7 @@ class ServeConfig(Section):
     )
     kv_transfer: KvTransferConfig = KvTransferConfig()
     cluster: ClusterConfig = ClusterConfig()
+    events: EventsConfig = EventsConfig()
     exact: bool = False
     """Outputs bit-equal whatever the batch; slower."""
 
