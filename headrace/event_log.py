@@ -102,6 +102,7 @@ def overview(entries: Sequence[Entry]) -> Iterator[str]:
         begin = mine[0].wall_time_s
         token = next((f"{1000 * (e.wall_time_s - begin):.1f}" for e in mine if e.event == "first_token"), "")
         ends = [_text(entry, "reason") for entry in mine if entry.event in ("finished", "refused")]
+        ends = [end for end in ends if end != "handed_off"] or ends
         workers = " ".join(dict.fromkeys(entry.worker for entry in mine))
         whole_ms = f"{1000 * (mine[-1].wall_time_s - begin):.1f}"
         rows.append([request_id, _text(mine[0], "tenant"), workers, str(len(mine)), token, whole_ms, " ".join(ends)])

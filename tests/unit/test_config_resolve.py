@@ -107,6 +107,24 @@ def test_too_little_memory_is_one_line_with_the_sums() -> None:
     )
 
 
+def test_the_event_log_is_off_by_default_and_reaches_every_worker_with_a_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {worker.event_log_path for worker in deploy().workers} == {""}
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "c.yaml"
+    file.write_text("events: {path: logs, sample_rate: 0.25, max_bytes: 1MiB, max_files: 2}")
+    workers = resolve(load_config(str(file)), model(), machine(), lambda: "s").workers
+    assert len(workers) == 2
+    for worker in workers:
+        assert worker.event_log_path == str(tmp_path / "logs")
+        assert (worker.event_log_sample_rate, worker.event_log_max_bytes, worker.event_log_max_files) == (
+            0.25,
+            1 << 20,
+            2,
+        )
+
+
 def test_limits_of_tenants_reach_the_gateway_and_an_automatic_bucket_holds_ten_seconds(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(

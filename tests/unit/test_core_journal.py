@@ -277,3 +277,21 @@ def test_no_token_of_prompt_output_or_tool_is_in_any_record() -> None:
     assert len(w.records) >= 7
     for token in request.token_ids:
         assert str(token) not in text
+
+
+def test_recording_changes_no_plan() -> None:
+    plans: list[list[object]] = []
+    for sample_rate in (0.0, 1.0):
+        w = Recorded(make_settings(max_num_seqs=3, host_blocks=8), sample_rate, num_blocks=10)
+        seen: list[object] = []
+        for step in range(60):
+            if step < 20:
+                w.world.submit(2 + step % 7, max_tokens=5 + step % 6)
+            w.world.scheduler.reserve_adoptions(w.world.now)
+            plan = w.world.schedule()
+            if plan is not None:
+                seen.append((plan.keys, plan.num_tokens, plan.token_ids, list(map(list, plan.block_tables))))
+                w.world.apply(plan)
+        assert w.world.scheduler.counters["preemptions"] > 0
+        plans.append(seen)
+    assert plans[0] == plans[1]
