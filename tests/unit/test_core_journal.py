@@ -121,7 +121,7 @@ def test_a_long_decode_is_recorded_once_in_so_many_tokens() -> None:
 
 
 def test_a_decode_that_waits_for_its_turn_is_recorded_when_it_gets_it() -> None:
-    w = Recorded(make_settings(max_num_seqs=4, max_decode_rows=1), num_blocks=200)
+    w = Recorded(make_settings(max_num_seqs=4, max_decode_rows=1, next_token_deadline_s=0.0), num_blocks=200)
     requests = [w.world.submit(4, max_tokens=DECODE_EVERY + 9) for _ in range(3)]
     w.world.run()
     for request in requests:
@@ -130,7 +130,7 @@ def test_a_decode_that_waits_for_its_turn_is_recorded_when_it_gets_it() -> None:
 
 
 def test_decodes_that_take_turns_are_recorded_only_in_steps_that_name_them() -> None:
-    w = Recorded(make_settings(max_num_seqs=4, max_decode_rows=1))
+    w = Recorded(make_settings(max_num_seqs=4, max_decode_rows=1, next_token_deadline_s=0.0))
     requests = [w.world.submit(4, max_tokens=8) for _ in range(3)]
     plans: list[tuple[float, set[int]]] = []
     while (plan := w.world.schedule()) is not None:
@@ -196,6 +196,26 @@ def test_a_paused_life_tells_what_became_of_its_blocks() -> None:
     assert events[4:] == ["paused", "resumed", "scheduled", "scheduled", "finished"]
     assert w.of(request)[4].reason == "drop"
     w.world.assert_drained()
+
+
+def test_a_pause_does_not_double_what_is_recorded_of_a_long_decode() -> None:
+    w = Recorded(num_blocks=200)
+    request = w.world.submit(5, max_tokens=2 * DECODE_EVERY + 5)
+    for _ in range(10):
+        w.world.step()
+    w.world.scheduler.pause(request.key, Keep.KEEP, w.world.now)
+    w.world.truth[request.key] += [70]
+    w.world.scheduler.resume(request.key, [70], w.world.now)
+    w.world.run()
+    rows = [r.output_tokens for r in w.of(request) if r.phase == "decode" and r.event is Event.SCHEDULED]
+    assert rows == [1, 11, DECODE_EVERY, 2 * DECODE_EVERY]
+
+
+def test_instants_that_come_out_of_order_do_not_turn_time_back() -> None:
+    w = Recorded()
+    w.world.scheduler.submit(w.world.make(4), 5.0)
+    w.world.scheduler.submit(w.world.make(4), 4.0)
+    assert [record.time_s for record in w.records] == [5.0, 5.0]
 
 
 def test_a_refusal_and_a_lost_deadline_have_their_reasons() -> None:
