@@ -32,6 +32,10 @@ _LEVEL_MS = 1e9
 _MAX_LEVEL = 16
 _LONG_S = 1e6
 """Slack of a request that nothing is due for."""
+LATE_MS = 1e12
+"""What a request that is lost, and served all the same, has less than all others."""
+_ATTAINABLE_AT, _LOST_BELOW = 1.3, 0.7
+"""Time left over time needed: predictions err by so much, either way."""
 
 
 class Outlook(StrEnum):
@@ -140,6 +144,8 @@ class Policy:
             static -= 1000.0 * self.prefill_s(request)
         if terms.level:
             static -= _LEVEL_MS * request.level
+        if terms.urgency and request.late:
+            static -= LATE_MS
         return static
 
     def prefill_s(self, request: Request) -> float:
@@ -147,13 +153,18 @@ class Policy:
         return request.uncomputed_tokens * self._pace.prefill_token_s
 
     def due_at(self, request: Request) -> float:
-        """Instant at which the request must start to be in time for its first token and for its deadline."""
+        """Instant at which the request must start to be in time for its first token and for its deadline.
+
+        After it a deadline is doubtful at best.
+        """
         prefill = self.prefill_s(request)
         due = request.accepted_at + _LONG_S
         if self._settings.ttft_target_s and request.first_token_at is None and not request.resumed:
             due = min(due, request.accepted_at + self._settings.ttft_target_s - prefill)
         if request.deadline is not None:
-            due = min(due, request.deadline - self._calls(request) * (prefill + self._decode_s(request)))
+            margin = _ATTAINABLE_AT if self._pace.known else 1.0
+            work = self._calls(request) * (prefill + self._decode_s(request))
+            due = min(due, request.deadline - margin * work)
         return due
 
     def outlook(self, request: Request, now: float) -> Outlook:
@@ -164,14 +175,19 @@ class Policy:
         need = 0.0
         if self._pace.known:
             need = self._calls(request) * (self.prefill_s(request) + self._decode_s(request))
-        if left < 0.7 * need:
+        if left < _LOST_BELOW * need:
             return Outlook.LOST
-        return Outlook.DOUBTFUL if left < 1.3 * need else Outlook.ATTAINABLE
+        return Outlook.DOUBTFUL if left < _ATTAINABLE_AT * need else Outlook.ATTAINABLE
 
     def reason(self, request: Request, first: Request, now: float) -> str:
-        """Why `request` goes before `first`, who came earliest: the term that speaks most for it."""
+        """Why `request` goes before `first`, who came earliest: the term that speaks most for it.
+
+        The earliest itself goes first by its age, if that outweighs something that speaks against it.
+        """
         if request is first:
-            return "arrival"
+            score = self.score(request, now)
+            against = -sum(term for term in score if term < 0)
+            return "aging_boost" if 0 < against <= score[REASONS.index("aging_boost")] else "arrival"
         gains = [a - b for a, b in zip(self.score(request, now), self.score(first, now), strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         return REASONS[best] if gains[best] > 0 else "arrival"
@@ -192,6 +208,8 @@ class Policy:
 
     def _urgency_ms(self, request: Request, now: float) -> float:
         """Grows as the slack falls below the horizon, and ends with it: what is late would only make others late."""
+        if request.late:
+            return -LATE_MS
         slack = self.due_at(request) - now
         if not self.terms.horizon:
             return -1000.0 * (slack if slack >= 0 else _LONG_S)

@@ -150,6 +150,8 @@ class Request:
     """Of the feedback queue."""
     row: int = field(default=-1, init=False)
     """Place in the batch of decodes, -1 outside."""
+    late: bool = field(default=False, init=False)
+    """Cannot meet its deadline any more, and is served all the same: after everybody else."""
     priority_reason: str = field(default="arrival", init=False)
     """Why it was last chosen before others."""
     traced: bool = field(default=False, init=False)

@@ -21,6 +21,8 @@ reference to a Request whose ledger it wants. Does not: read clocks, sample, mov
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from headrace.core.fairness import ServiceCounters
@@ -190,13 +192,15 @@ class Scheduler(Suspension):
                 if request.traced:
                     self._journal.note(Event.DEADLINE_LOST, request, now)
                 self._end(request, FinishReason.DEADLINE, now)
+            else:
+                request.late = True
 
     def _make_room_for_class(self, now: float) -> None:
         """B9: the next prefill preempts lower classes for blocks or a row that it lacks, if that is enough for it."""
         if len(self._classes) < 2 or not self._policy.terms.by_class or self._settings.batching != Batching.CONTINUOUS:
             return
         request = self._next_new(now)
-        if request is None:
+        if request is None or request.late:
             return
         lower = [r for r in self._computing() if r.priority > request.priority and not r.pinned]
         lacks_row = self._queues.num_computing >= self._settings.max_num_seqs
@@ -267,7 +271,9 @@ class Scheduler(Suspension):
         count = len(batch)
         hard = settings.max_num_seqs - len(self._queues.prefilling)
         limit = min(hard, settings.max_decode_rows or hard)
-        if packing.floor_left or not self._policy.terms.decodes_first:
+        if not self._policy.terms.decodes_first:
+            limit = min(limit, self._rows_by_arrival(packing))
+        elif packing.floor_left:
             limit = min(limit, settings.max_num_batched_tokens - self._tokens_before_decodes(packing))
         if count <= limit:
             return slice(0, count)
@@ -282,10 +288,16 @@ class Scheduler(Suspension):
     def _tokens_before_decodes(self, packing: Packing) -> int:
         """Tokens of the step that prefills have before decodes."""
         started = sum(min(r.uncomputed_tokens, packing.chunk_limit()) for r in self._queues.prefilling)
-        if self._policy.terms.decodes_first:
-            waiting = self._queues.waiting_tokens
-            return min(packing.floor_left, started + waiting)
-        return min(started, self._settings.max_num_batched_tokens)
+        return min(packing.floor_left, started + self._queues.waiting_tokens)
+
+    def _rows_by_arrival(self, packing: Packing) -> int:
+        """How many decodes come before the step's tokens are gone, when started prefills share their order."""
+        left = self._settings.max_num_batched_tokens
+        arrivals = sorted(request.arrival for request in self._batch.requests)
+        for request in self._queues.prefilling:
+            before = bisect_left(arrivals, request.arrival)
+            left = max(min(before, left), left - min(request.uncomputed_tokens, packing.chunk_limit()))
+        return left
 
     def _turns(self, overdue: Bools) -> Ints:
         """Rows of the batch in the order in which they get a place in a step that has too few."""
@@ -325,6 +337,8 @@ class Scheduler(Suspension):
                 break
             if head is not None and (new is None or not policy.reorders or self._before(head, new, now)):
                 position += 1
+                if policy.reorders and len(started) > 1:
+                    head.priority_reason = policy.reason(head, queues.prefilling[0], now)
                 if num_tokens := packing.chunk(head):
                     self._add_chunk(packing, head, num_tokens)
                 continue
@@ -347,7 +361,7 @@ class Scheduler(Suspension):
         back = queues.preempted[0]
         if policy.reorders:
             back = max(queues.preempted, key=lambda r: (policy.total(r, now), -r.arrival))
-        higher = policy.terms.by_class and best is not None and best.priority < back.priority
+        higher = policy.terms.by_class and best is not None and best.priority < back.priority and not best.late
         return best if higher else back
 
     def _start(self, packing: Packing, request: Request, now: float) -> bool:
@@ -355,7 +369,9 @@ class Scheduler(Suspension):
         self._blocked = self._queues.num_computing >= self._settings.max_num_seqs
         if self._blocked or not packing.chunk(request):
             return False
-        first = self._queues.line.first()
+        line = self._queues.line
+        is_alone = request.state is State.WAITING and len(line) == 1
+        first = None if is_alone else line.first()
         copy = self._valid_copy(request)
         self._blocked = not self._residency.admit(request, self._spare_blocks())
         if self._blocked:

@@ -12,11 +12,11 @@ Does not: know blocks or budgets, or decide how many may start.
 from __future__ import annotations
 
 from collections import OrderedDict
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from headrace.core.fairness import ServiceCounters
 from headrace.ids import RequestKey
-from workers.core.policies import Outlook, Policy
+from workers.core.policies import LATE_MS, Outlook, Policy
 from workers.core.request import Request, State
 
 _TENANTS = 8
@@ -112,10 +112,16 @@ class WaitingLine:
 
     def _head(self, tenant: int) -> Request | None:
         line = self._lines.get(tenant, [])
-        while line and not _waits(line[0][2]):
-            heappop(line)
-            self._entries -= 1
-        return line[0][2] if line else None
+        while line:
+            key, arrival, request = line[0]
+            if not _waits(request):
+                heappop(line)
+                self._entries -= 1
+            elif request.late and self._policy.terms.urgency and key < LATE_MS / 2:
+                heapreplace(line, (-self._policy.static_ms(request), arrival, request))
+            else:
+                return request
+        return None
 
     def _most_urgent(self, now: float) -> Request | None:
         while self._due and not _waits(self._due[0][2]):
