@@ -7,13 +7,15 @@ cached too early cannot go unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
+from itertools import count, pairwise
 
-from headrace.core.predictor import StepPredictor
+from headrace.core.fairness import ServiceCounters
+from headrace.core.predictor import Profile, StepPredictor
 from headrace.core.records import FinishReason
+from headrace.core.step_shape import FEATURES_VERSION, KNOTS, NUM_FEATURES, StepShape
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
 from workers.core.blocks import BlockPool
@@ -76,6 +78,19 @@ def link(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 
 
+def linear_cost(token_s: float) -> Callable[[StepShape], float]:
+    """A machine that takes so many seconds for each token, prompt or output."""
+    return lambda shape: token_s * shape.rows
+
+
+def linear_predictor(token_s: float) -> StepPredictor:
+    """Knows that machine, and that its steps never vary."""
+    widths = (last - first for first, last in pairwise((0, *KNOTS, 2 * KNOTS[-1])))
+    adders = (1e-12,) * (NUM_FEATURES - len(KNOTS) - 1)
+    profile = Profile({}, FEATURES_VERSION, (*(token_s * width for width in widths), *adders), (1.0,), {}, 1)
+    return StepPredictor(profile)
+
+
 class ToyRunner:
     """`kv[block][slot]`; -1 where nothing was ever written."""
 
@@ -120,7 +135,7 @@ class ToyRunner:
 
 @dataclass
 class World:
-    """One worker: scheduler, toy runner and a clock that moves one second a step."""
+    """One worker: scheduler, toy runner and a clock that moves `cost` seconds a step."""
 
     settings: SchedulerSettings = field(default_factory=make_settings)
     num_blocks: int = 64
@@ -128,11 +143,13 @@ class World:
     now: float = 0.0
     predictor: StepPredictor | None = None
     tracing: Tracing = OFF
+    service: ServiceCounters | None = None
+    cost: Callable[[StepShape], float] = lambda _: 1.0
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.settings.block_size)
         self.cache = PrefixCache(self.pool)
-        self.scheduler = Scheduler(self.settings, self.pool, self.cache, self.predictor, tracing=self.tracing)
+        self.scheduler = Scheduler(self.settings, self.pool, self.cache, self.predictor, self.service, tracing=self.tracing)
         self.runner = ToyRunner(self.num_blocks, self.settings.block_size, self.vocab)
         self.truth: dict[RequestKey, list[int]] = {}
         self.seen: dict[RequestKey, Request] = {}
@@ -210,7 +227,7 @@ class World:
 
     def apply(self, plan: StepPlan) -> StepEvents:
         result = self.runner.run(plan, self.truth)
-        self.now += 1.0
+        self.now += self.cost(StepShape.of(plan.num_tokens, plan.start_pos, plan.samples, plan.num_decode_rows))
         events = self.scheduler.apply(plan, result, self.now)
         self.scheduler.check_integrity()
         for key, offset, token in zip(events.token_keys, events.token_offsets, events.token_ids, strict=True):

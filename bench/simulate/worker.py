@@ -16,7 +16,8 @@ from math import exp, inf
 from random import Random
 
 from bench.simulate.workload import PIECE_TOKENS, Job
-from headrace.core.predictor import StepShape
+from headrace.core.fairness import ServiceCounters
+from headrace.core.predictor import StepPredictor, StepShape
 from headrace.core.records import FinishReason
 from headrace.core.slo import Timeline
 from headrace.ids import RequestId, RequestKey
@@ -150,7 +151,7 @@ class _Live:
 
 
 class VirtualWorker:
-    """Runs once. `predictor` goes to the scheduler as it is."""
+    """Runs once. `predictor` and `service` go to the scheduler as they are."""
 
     def __init__(
         self,
@@ -159,15 +160,19 @@ class VirtualWorker:
         cost: Cost = default_cost,
         *,
         sigma: float = 0.0,
+        ratios: Sequence[float] = (),
         seed: int = 0,
-        predictor: object = None,
+        predictor: StepPredictor | None = None,
+        service: ServiceCounters | None = None,
     ) -> None:
-        """`sigma`: spread of the logarithm of a factor that each step's cost is multiplied with."""
+        """`sigma`: spread of the logarithm of a factor that each step's cost is multiplied with.
+        `ratios`: further such factors, one drawn for each step; a profile's quantiles are a measured machine's noise.
+        """
         self.pool = BlockPool(num_blocks, settings.block_size)
-        options = {} if predictor is None else {"predictor": predictor}
-        self.scheduler = Scheduler(settings, self.pool, PrefixCache(self.pool), **options)
+        self.scheduler = Scheduler(settings, self.pool, PrefixCache(self.pool), predictor, service)
         self._cost = cost
         self._sigma = sigma
+        self._ratios = ratios
         self._random = Random(seed)
         self._live: dict[RequestKey, _Live] = {}
         self._steps: list[Step] = []
@@ -227,6 +232,8 @@ class VirtualWorker:
 
     def _seconds(self, shape: StepShape) -> float:
         factor = exp(self._random.gauss(0.0, self._sigma)) if self._sigma else 1.0
+        if self._ratios:
+            factor *= self._random.choice(self._ratios)
         return self._cost(shape) * factor
 
     def _end(self, step: Step, plan: StepPlan) -> None:
