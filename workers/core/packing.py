@@ -6,6 +6,7 @@ Both objects are thrown away with the step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from headrace.core.predictor import StepPredictor, StepShape
 from headrace.ids import RequestKey
@@ -15,12 +16,15 @@ from workers.core.plan import StepPlan
 from workers.core.request import HostCopy, Request, State
 from workers.core.settings import ChunkMode, SchedulerSettings
 
+_RESCUE_SHARE = 2.0
+"""One over the part of the steps which `itl_quantile` lets miss the target that prefills without room may use."""
+
 
 class Packing:
     """`plan` is valid once `num_rows` is not 0 or blocks are swapped; decode rows must be added before prefill rows.
 
     floor_tokens: prompt tokens that decodes leave room for, the share that prefills have at least. Of a time budget
-    they have the same share, also where decodes alone use it up.
+    they have the same share where decodes alone take more than all of it; where decodes just hold it, in a few steps.
     """
 
     def __init__(
@@ -106,6 +110,11 @@ class Packing:
         if settings.chunk_mode != ChunkMode.ADAPTIVE or self._predictor is None or self.limit_s == float("inf"):
             return most
         shape, quantile = self.shape, settings.itl_quantile
+        fits = self._predictor.chunk_for(shape, request.computed_tokens, most, self.limit_s, quantile)
+        # Decodes that hold the target keep it: of their steps no more are given up than the quantile lets miss anyway.
+        is_lost = self._decodes_s > self.limit_s
+        if not is_lost and (fits or self.plan.step_id % ceil(_RESCUE_SHARE / (1.0 - quantile))):
+            return fits
         share_s = self._decodes_s + settings.min_prefill_share * self.limit_s
         return self._predictor.chunk_for(shape, request.computed_tokens, most, max(self.limit_s, share_s), quantile)
 
