@@ -149,7 +149,9 @@ class World:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.settings.block_size)
         self.cache = PrefixCache(self.pool)
-        self.scheduler = Scheduler(self.settings, self.pool, self.cache, self.predictor, self.service, tracing=self.tracing)
+        self.scheduler = Scheduler(
+            self.settings, self.pool, self.cache, self.predictor, self.service, tracing=self.tracing
+        )
         self.runner = ToyRunner(self.num_blocks, self.settings.block_size, self.vocab)
         self.truth: dict[RequestKey, list[int]] = {}
         self.seen: dict[RequestKey, Request] = {}

@@ -70,7 +70,11 @@ class Packing:
         num = batch.num_tokens[rows]
         count = len(num)
         if isinstance(rows, slice):
-            plan.keys, plan.sampling, plan.block_tables = batch.keys[rows], batch.sampling[rows], list(batch.tables[rows])
+            plan.keys, plan.sampling, plan.block_tables = (
+                batch.keys[rows],
+                batch.sampling[rows],
+                list(batch.tables[rows]),
+            )
         else:
             plan.keys = [batch.keys[i] for i in rows]
             plan.sampling = [batch.sampling[i] for i in rows]
