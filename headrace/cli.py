@@ -64,6 +64,9 @@ def serve(
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers.")] = None,
     colocated: Annotated[int | None, typer.Option(min=0, help="Workers that do both.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Who goes first at a worker: slo_fair, fair, fcfs, ...")] = None,
+    itl_target_ms: Annotated[float | None, typer.Option(help="Time budget of steps with decodes; 0: none.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
     ready_file: Annotated[Path | None, typer.Option(help="JSON with addresses and workers, while it serves.")] = None,
 ) -> None:
     """Start a deployment and serve until Ctrl-C."""
@@ -83,7 +86,14 @@ def serve(
         "cluster.address": ray_address,
         "exact": exact,
     }
-    pool_flags = {"kv_cache_bytes": kv_cache_bytes, "kv_cache_fraction": kv_cache_fraction, "threads": threads}
+    pool_flags = {
+        "kv_cache_bytes": kv_cache_bytes,
+        "kv_cache_fraction": kv_cache_fraction,
+        "threads": threads,
+        "scheduling.policy": policy,
+        "scheduling.itl_target_ms": itl_target_ms,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
     replicas = {"prefill": prefill, "decode": decode, "colocated": colocated}
     with _errors():
         from cluster.config import load_config

@@ -17,11 +17,10 @@ from router.api import GenerationSpec
 from router.core.flight import Flight
 from router.core.pace import Pace
 from router.core.placement import WorkerView
-from router.spec import GatewaySpec, TenantSpec
+from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
 
 log = logging.getLogger("headrace.router.gate")
 
-EVERY_OTHER_TENANT = "default"
 _TEXTS = {
     Reason.TENANT_CONCURRENCY: "at most {tenant.max_concurrent_requests} requests of a tenant may be in progress",
     Reason.TENANT_KV_BYTES: "a tenant's requests may hold at most {tenant.max_live_kv_bytes} bytes of KV",

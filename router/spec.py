@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+EVERY_OTHER_TENANT = "default"
+"""Its entry holds for every tenant without one."""
+
 
 class TenantSpec(BaseModel):
     """What one tenant may hold and take at a gateway; None: no bound."""

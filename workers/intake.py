@@ -14,12 +14,16 @@ from workers.sessions import GatewaySession
 
 REFUSAL_CODES = {
     "queue_full": Code.RESOURCE_EXHAUSTED,
+    "queue_seconds": Code.RESOURCE_EXHAUSTED,
+    "reserved_kv": Code.RESOURCE_EXHAUSTED,
     "complete": Code.FAILED_PRECONDITION,
     "deadline_lost": Code.DEADLINE_EXCEEDED,
     "preempted": Code.UNAVAILABLE,
 }
 REFUSAL_TEXTS = {
     "queue_full": "the worker's queue is full",
+    "queue_seconds": "the worker's queue is too long",
+    "reserved_kv": "the worker's KV pool is spoken for",
     "too_large": "prompt + max_tokens exceed the worker's KV pool",
     "too_long": "prompt + max_tokens exceed max_model_len",
     "empty_prompt": "prompt: must not be empty",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import grpc
 
+from headrace.core.fairness import ServiceCounters, ServiceWeights
 from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
@@ -58,6 +59,7 @@ def torch_runner(spec: WorkerSpec) -> Runner:
         weight_format=spec.weight_format,
         max_batched_tokens=spec.max_num_batched_tokens,
         max_seqs=spec.max_num_seqs,
+        swap_bytes=spec.swap_bytes,
     )
     runner.warm_up()
     return runner
@@ -95,7 +97,15 @@ class Worker:
         self.pool = BlockPool(runner.num_blocks, layout.block_size)
         self.predictor = load_predictor(spec, profile_key(spec, runner))
         tracing = OFF if self._events is None else self._events.tracing
-        self.scheduler = Scheduler(scheduler_settings(spec, runner), self.pool, PrefixCache(self.pool), tracing=tracing)
+        weights = ServiceWeights(**spec.service.model_dump())
+        self.scheduler = Scheduler(
+            scheduler_settings(spec, runner),
+            self.pool,
+            PrefixCache(self.pool),
+            self.predictor,
+            ServiceCounters(weights),
+            tracing,
+        )
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._server.add_insecure_port(f"{spec.host}:0")
         address = f"{spec.host}:{port}"
@@ -209,6 +219,11 @@ def scheduler_settings(spec: WorkerSpec, runner: Runner) -> SchedulerSettings:
         watermark_blocks=max(1, runner.num_blocks // 100),
         max_model_len=spec.max_model_len,
         eos_token_ids=runner.eos_token_ids,
+        max_queue_s=spec.max_queue_s,
+        max_reserved_kv_tokens=spec.max_reserved_kv_tokens,
+        host_blocks=runner.host_blocks,
+        host_copy_block_s=runner.host_copy_block_s,
+        **spec.scheduling.model_dump(),
     )
 
 

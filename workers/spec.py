@@ -10,6 +10,47 @@ from headrace.core.records import Role
 from workers.model.weight_format import WeightFormat
 
 
+class SchedulingSpec(BaseModel):
+    """Fields of `workers.core.settings.SchedulerSettings` under the same names, which explains them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = "slo_fair"
+    batching: str = "continuous"
+    batch_window_s: float = 0.05
+    chunk_mode: str = "adaptive"
+    itl_target_s: float = 0.0
+    itl_quantile: float = 0.95
+    max_decode_rows: int = 0
+    min_prefill_share: float = 0.1
+    next_token_deadline_s: float = 1.0
+    age_boost_ms_per_s: float = 100.0
+    ttft_target_s: float = 2.0
+    urgency_horizon_s: float = 1.0
+    nearly_complete_boost_ms: float = 500.0
+    class_weight_ms: float = 1000.0
+    mlfq_quantum_tokens: int = 512
+    fairness_weight_ms: float = 1.0
+    lost_deadline: str = "reject"
+    min_progress_tokens: int = 16
+    nearly_finished_bonus_ms: float = 500.0
+    deadline_penalty_ms: float = 2000.0
+    route_when_preempted: bool = False
+
+
+class ServiceSpec(BaseModel):
+    """Fields of `headrace.core.fairness.ServiceWeights` under the same names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input_token: float = 1.0
+    output_token: float = 2.0
+    cached_token: float = 0.1
+    kv_block_s: float = 0.0
+    tenants: dict[str, float] = {}
+    default_tenant: float = 1.0
+
+
 class WorkerSpec(BaseModel):
     """One worker incarnation. Paths are local to the node; times in seconds, sizes in bytes."""
 
@@ -32,6 +73,12 @@ class WorkerSpec(BaseModel):
     """Most prompt tokens of one request in one step (chunk size)."""
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1_000_000
+    max_queue_s: float | None = None
+    max_reserved_kv_tokens: int | None = None
+    scheduling: SchedulingSpec = SchedulingSpec()
+    service: ServiceSpec = ServiceSpec()
+    swap_bytes: int = 0
+    """Host memory for the KV of preempted requests; whole blocks of it are used."""
     profile_path: str = ""
     """Step-time profile to start from. '': the one of this worker's own key in the cache, if any; 'none': none."""
     transport: str = "auto"

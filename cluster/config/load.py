@@ -35,9 +35,9 @@ def load_config(
 ) -> ServeConfig:
     """Reads `source`, a `.yaml`/`.yml` file or a model (None: the defaults), and lays the overrides over it.
 
-    `overrides` maps dotted names (`gateway.http_port`) to values; `pool_overrides` apply to every pool; `replicas` maps
-    roles to counts (0 removes the pool). Asking for colocated workers alone drops the prefill and decode pools, and the
-    other way round. Raises ConfigError.
+    `overrides` maps dotted names (`gateway.http_port`) to values; `pool_overrides`, dotted too, apply to every pool;
+    `replicas` maps roles to counts (0 removes the pool). Asking for colocated workers alone drops the prefill and
+    decode pools, and the other way round. Raises ConfigError.
     """
     is_file = source is not None and source.endswith((".yaml", ".yml"))
     data: dict[str, Any] = _read_yaml(Path(source)) if is_file and source is not None else {}
@@ -102,7 +102,9 @@ def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
 def _override_pool(pool: Any, overrides: Mapping[str, Any]) -> Any:
     if not isinstance(pool, dict):
         return pool
-    merged = {**pool, **overrides}
+    merged = dict(pool)
+    for name, value in overrides.items():
+        _put(merged, name, value)
     # The command line names the pool's size in one way; the file's other way gives in.
     if "kv_cache_bytes" in overrides and "kv_cache_fraction" not in overrides:
         merged.pop("kv_cache_fraction", None)
@@ -149,6 +151,8 @@ def _message(detail: ErrorDetails) -> str:
             return f"must be at least {ctx['ge']}"
         case "greater_than":
             return f"must be above {ctx['gt']}"
+        case "less_than":
+            return f"must be below {ctx['lt']}"
         case "less_than_equal":
             return f"must be at most {ctx['le']}"
         case "literal_error":

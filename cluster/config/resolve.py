@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from cluster.config import memory
 from cluster.config.facts import Machine, ModelFacts
 from cluster.config.load import ConfigError
 from cluster.config.schema import PoolConfig, ServeConfig, TenantConfig
-from cluster.config.units import format_bytes
 from headrace.core.records import Role
-from headrace.errors import StartupError
-from router.spec import GatewaySpec, TenantSpec
+from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
 from workers.model.weight_format import WeightFormat
-from workers.spec import WorkerSpec
+from workers.spec import ServiceSpec, WorkerSpec
 
-DEFAULT_KV_CACHE_BYTES = 1 << 30
-DEFAULT_KV_CACHE_FRACTION = 0.10
 BURST_S = 10
 """Of its rate: the automatic bucket of a tenant."""
-PROCESS_BYTES = 384 << 20
-"""Interpreter, libraries and workspace of one worker, beside weights and KV."""
 
 
 class ClusterSettings(BaseModel):
@@ -57,9 +52,10 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
         raise ConfigError(
             [f"model.max_model_len: must be at most the model's own limit, {model.max_position_embeddings}"]
         )
-    kv_bytes = [_kv_cache_bytes(pool, model, machine, asked_len) for pool in config.pools]
-    max_model_len = _max_model_len(config, model, kv_bytes)
-    _check_memory(config, model, machine, kv_bytes)
+    kv_bytes = [memory.kv_cache_bytes(pool, model, machine, asked_len) for pool in config.pools]
+    max_model_len = memory.max_model_len(config, model, kv_bytes)
+    swap_bytes = memory.swap_bytes(config, model, machine, kv_bytes)
+    memory.check_memory(config, model, machine, kv_bytes, swap_bytes)
     threads = _threads(config, machine)
     token = config.cluster.token.get_secret_value() if config.cluster.token else new_secret()
     namespace_secret = new_secret()
@@ -67,7 +63,9 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
 
     workers: list[WorkerSpec] = []
     counts: dict[str, int] = {}
-    for pool, pool_threads, pool_kv_bytes in zip(config.pools, threads, kv_bytes, strict=True):
+    for pool, pool_threads, pool_kv_bytes, pool_swap_bytes in zip(
+        config.pools, threads, kv_bytes, swap_bytes, strict=True
+    ):
         for _ in range(pool.replicas):
             index = counts.get(pool.role, 0)
             counts[pool.role] = index + 1
@@ -88,6 +86,12 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
                     long_prefill_token_threshold=pool.long_prefill_token_threshold,
                     max_waiting_requests=pool.max_waiting_requests,
                     max_waiting_tokens=pool.max_waiting_tokens,
+                    max_queue_s=pool.max_queue_s,
+                    max_reserved_kv_tokens=pool.max_reserved_kv_tokens,
+                    scheduling=pool.scheduling.spec(route_when_preempted=pool.replicas > 1),
+                    service=_service(pool, config.gateway.tenants),
+                    swap_bytes=pool_swap_bytes,
+                    profile_path=_profile_path(pool.profile),
                     transport=config.kv_transfer.transport,
                     read_timeout_s=config.kv_transfer.read_timeout_s,
                     quarantine_cap_bytes=config.kv_transfer.quarantine_cap_bytes,
@@ -133,6 +137,20 @@ def _tenant(tenant: TenantConfig) -> TenantSpec:
     return TenantSpec(**settings)
 
 
+def _service(pool: PoolConfig, tenants: Mapping[str, TenantConfig]) -> ServiceSpec:
+    """The pool's weights of service with the tenants' shares of it, which are the same at every worker."""
+    shares = {name: tenant.weight for name, tenant in tenants.items()}
+    default = shares.pop(EVERY_OTHER_TENANT, 1.0)
+    return ServiceSpec(**pool.scheduling.service_weights.model_dump(), tenants=shares, default_tenant=default)
+
+
+def _profile_path(profile: str) -> str:
+    """As `WorkerSpec.profile_path` has it."""
+    if profile == "auto":
+        return ""
+    return profile if profile == "none" else str(Path(profile).absolute())
+
+
 def _dtype_shown(weight_format: WeightFormat) -> str:
     """What clients are told; empty: what the model's own config.json says."""
     return "" if weight_format is WeightFormat.AUTO else weight_format.value
@@ -166,53 +184,3 @@ def _threads(config: ServeConfig, machine: Machine) -> list[int]:
     sharing = sum(pool.replicas for pool in config.pools if pool.threads is None)
     share = max(1, (machine.cores - taken) // sharing) if sharing else 0
     return [pool.threads or share for pool in config.pools]
-
-
-def _block_bytes(pool: PoolConfig, model: ModelFacts) -> int:
-    return model.kv_bytes_per_token * pool.block_size
-
-
-def _kv_cache_bytes(pool: PoolConfig, model: ModelFacts, machine: Machine, max_model_len: int | None) -> int:
-    """Whole blocks only. An explicit max_model_len raises the automatic size to hold one such request."""
-    if pool.kv_cache_bytes is not None:
-        size = pool.kv_cache_bytes
-    elif pool.kv_cache_fraction is not None:
-        size = int(pool.kv_cache_fraction * machine.available_bytes)
-    else:
-        size = min(DEFAULT_KV_CACHE_BYTES, int(DEFAULT_KV_CACHE_FRACTION * machine.available_bytes))
-        if max_model_len is not None:
-            size = max(size, -(-max_model_len // pool.block_size) * _block_bytes(pool, model))
-    return size // _block_bytes(pool, model) * _block_bytes(pool, model)
-
-
-def _max_model_len(config: ServeConfig, model: ModelFacts, kv_bytes: list[int]) -> int:
-    held = []
-    for index, (pool, size) in enumerate(zip(config.pools, kv_bytes, strict=True)):
-        tokens = size // model.kv_bytes_per_token
-        if size < 2 * _block_bytes(pool, model):
-            needed = format_bytes(2 * _block_bytes(pool, model))
-            raise ConfigError([f"pools.{index}.kv_cache_bytes: must be at least two blocks of this model, {needed}"])
-        if config.model.max_model_len is not None and tokens < config.model.max_model_len:
-            needed = format_bytes(-(-config.model.max_model_len // pool.block_size) * _block_bytes(pool, model))
-            raise ConfigError(
-                [
-                    f"pools.{index}.kv_cache_bytes: holds {tokens} tokens, below max_model_len "
-                    f"{config.model.max_model_len}; must be at least {needed}"
-                ]
-            )
-        held.append(tokens)
-    return config.model.max_model_len or min(model.max_position_embeddings, *held)
-
-
-def _check_memory(config: ServeConfig, model: ModelFacts, machine: Machine, kv_bytes: list[int]) -> None:
-    if config.cluster.address is not None:
-        return  # the workers live on other machines
-    num_workers = sum(pool.replicas for pool in config.pools)
-    kv_total = sum(size * pool.replicas for pool, size in zip(config.pools, kv_bytes, strict=True))
-    needed = num_workers * (model.weight_bytes + PROCESS_BYTES) + kv_total
-    if needed > machine.available_bytes:
-        raise StartupError(
-            f"not enough memory: {num_workers} worker(s) need {format_bytes(needed)} (KV {format_bytes(kv_total)}, "
-            f"weights {format_bytes(model.weight_bytes)} each), {format_bytes(machine.available_bytes)} available; "
-            "lower kv_cache_bytes or the number of workers"
-        )

@@ -9,33 +9,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from cluster.config.scheduling import SchedulingConfig
+from cluster.config.section import Count, Seconds, Section, auto_size, auto_to_none
 from cluster.config.units import parse_bytes
 from workers.model.weight_format import WeightFormat
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-
-
-def _auto_to_none(value: object) -> object:
-    return None if value == "auto" else value
-
-
-def _auto_size(value: object) -> object:
-    return None if value is None or value == "auto" else parse_bytes(value)
-
-
 TENANT_NAME = r"[A-Za-z0-9_.-]{1,64}"
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 SizeBytes = Annotated[int, BeforeValidator(parse_bytes)]
 Tuple = Field(strict=False)
 """YAML has lists only: a tuple field takes one."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class ModelConfig(Section):
@@ -44,7 +30,7 @@ class ModelConfig(Section):
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     chat_template: str | None = None
     """Path of a Jinja template that replaces the model's own."""
-    max_model_len: Annotated[Annotated[int, Field(ge=1, le=1 << 24)] | None, BeforeValidator(_auto_to_none)] = None
+    max_model_len: Annotated[Annotated[int, Field(ge=1, le=1 << 24)] | None, BeforeValidator(auto_to_none)] = None
     """Most tokens of prompt and output together. auto: the model's limit, at most what the smallest KV pool holds."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """How the weights are kept; arithmetic is float32. auto: as the checkpoint has them, GGUF's integers too."""
@@ -95,10 +81,10 @@ class TenantConfig(Section):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Its share beside the other tenants' in the workers' fair policies."""
     max_concurrent_requests: Count | None = None
-    max_live_kv_bytes: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_auto_size)] = None
+    max_live_kv_bytes: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(auto_size)] = None
     tokens_per_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Prompt and output tokens."""
-    burst_tokens: Annotated[Annotated[int, Field(ge=1, le=1 << 40)] | None, BeforeValidator(_auto_to_none)] = None
+    burst_tokens: Annotated[Annotated[int, Field(ge=1, le=1 << 40)] | None, BeforeValidator(auto_to_none)] = None
     """auto: what tokens_per_s gives in 10 s."""
 
     @model_validator(mode="after")
@@ -116,7 +102,7 @@ class GatewayConfig(Section):
     """`KEY` or `TENANT=KEY`; empty: no authentication."""
     mode: Literal["auto", "disaggregated", "colocated"] = "auto"
     limits: LimitsConfig = LimitsConfig()
-    tenants: dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantConfig] = {}
+    tenants: dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantConfig] = Field(default_factory=dict)
     """By name; `default` holds for every tenant without an entry."""
 
     @field_validator("api_keys")
@@ -144,20 +130,30 @@ class PoolConfig(Section):
 
     role: Literal["prefill", "decode", "colocated"]
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
-    threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(_auto_to_none)] = None
+    threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(auto_to_none)] = None
     """Compute threads of each worker. auto: the machine's cores divided between the workers."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
     long_prefill_token_threshold: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     """Most prompt tokens of one request in one step."""
-    max_waiting_requests: Annotated[int, Field(ge=0)] = 1024
+    max_waiting_requests: Count = 1024
     max_waiting_tokens: Annotated[int, Field(ge=0)] = 1_000_000
-    kv_cache_bytes: Annotated[Annotated[int, Field(ge=4096)] | None, BeforeValidator(_auto_size)] = None
+    max_queue_s: Seconds | None = None
+    """Predicted prefill time of the queue of prefills; unset: no bound. A single request may take longer."""
+    max_reserved_kv_tokens: Count | None = None
+    """Prompts and predicted outputs of everything at a worker; unset: no bound. A single request may be longer."""
+    kv_cache_bytes: Annotated[Annotated[int, Field(ge=4096)] | None, BeforeValidator(auto_size)] = None
     """KV pool of each worker. auto: 1 GiB, at most 10 % of the available memory."""
     kv_cache_fraction: Annotated[float, Field(gt=0, le=0.9)] | None = None
     """KV pool of each worker as a share of the memory available at start."""
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens of one KV block."""
+    swap_bytes: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(auto_size)] = None
+    """Host memory of each worker for the KV of preempted requests. auto: a quarter of its KV pool, at most what is left
+    of the available memory; 0: none."""
+    profile: Annotated[str, Field(min_length=1)] = "auto"
+    """Step-time profile of each worker. auto: the one in the cache that fits; none; or a path."""
+    scheduling: SchedulingConfig = SchedulingConfig()
 
     @model_validator(mode="after")
     def _check_budgets(self) -> Self:
@@ -168,6 +164,11 @@ class PoolConfig(Section):
                 f"max_num_seqs {self.max_num_seqs} is above max_num_batched_tokens {self.max_num_batched_tokens}; "
                 "a step has at least one token a sequence"
             )
+        if self.scheduling.max_decode_rows > self.max_num_seqs:
+            raise ValueError(
+                f"scheduling.max_decode_rows {self.scheduling.max_decode_rows} is above max_num_seqs "
+                f"{self.max_num_seqs}"
+            )
         return self
 
 
@@ -177,7 +178,7 @@ class KvTransferConfig(Section):
     read_timeout_s: Seconds = 30.0
     quarantine_cap_bytes: Annotated[SizeBytes, Field(ge=0)] = 256 << 20
     """A worker whose abandoned reads hold more than this restarts."""
-    host: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_auto_to_none)] = None
+    host: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(auto_to_none)] = None
     """Address that workers listen on. auto: loopback, or the Ray node's address in a cluster."""
 
 
@@ -185,7 +186,7 @@ class ClusterConfig(Section):
     backend: Literal["ray", "process"] = "ray"
     address: Annotated[str, Field(min_length=1)] | None = None
     """An existing Ray cluster; unset: a private one is started on this machine."""
-    token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, BeforeValidator(_auto_to_none)] = None
+    token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, BeforeValidator(auto_to_none)] = None
     """Secret of the calls inside the deployment. auto: a fresh one."""
     liveness_s: Annotated[float, Field(ge=1, le=600)] = 8.0
     """Silence after which a process counts as hung: it is killed and replaced."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
+from workers.core.admission import QueueAdmission
 from workers.core.batch import DecodeBatch
 from workers.core.request import Request, State, advance
 from workers.core.waiting import WaitingLine
@@ -22,7 +23,9 @@ def _arrival(request: Request) -> int:
 
 
 class Queues:
-    def __init__(self, line: WaitingLine, batch: DecodeBatch) -> None:
+    def __init__(self, line: WaitingLine, batch: DecodeBatch, admission: QueueAdmission) -> None:
+        self.admission = admission
+        """The bounds of what waits and is held."""
         self.line = line
         """Prefills that hold nothing yet."""
         self.batch = batch
@@ -61,7 +64,11 @@ class Queues:
     def move(self, request: Request, to: State, now: float) -> None:
         """Raises InvariantError on an illegal edge."""
         self._take(request)
+        if request.state is State.WAITING:
+            self.admission.started(request.key, now)
         advance(request, to, now)
+        if to is State.FINISHED:
+            self.admission.left(request.key, now)
         self.add(request, now)
 
     @property
@@ -112,6 +119,7 @@ class Queues:
                 raise InvariantError("a queue is out of arrival order")
         if self.waiting_tokens != sum(r.num_tokens for r in [*self.line.requests.values(), *self.preempted]):
             raise InvariantError("the count of waiting tokens is wrong")
+        self.admission.check_integrity(len(self.line), len(self.adopting), len(seen))
         self.batch.check_integrity()
 
     @staticmethod

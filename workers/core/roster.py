@@ -17,6 +17,7 @@ from headrace.core.fairness import ServiceCounters
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
+from workers.core.admission import QueueAdmission
 from workers.core.batch import DecodeBatch
 from workers.core.blocks import BlockPool
 from workers.core.host_blocks import HostBlocks
@@ -67,7 +68,7 @@ class Roster:
         self._host = HostBlocks(settings.host_blocks)
         self._batch = DecodeBatch(settings)
         self._journal = Journal(tracing, pool, self._batch, settings.max_num_batched_tokens)
-        self._queues = Queues(WaitingLine(self._policy, service), self._batch)
+        self._queues = Queues(WaitingLine(self._policy, service), self._batch, QueueAdmission(settings))
         self._fresh: list[Request] = []
         """Decodes that no step has named yet."""
         self._unsaid: list[Request] = []
@@ -86,13 +87,10 @@ class Roster:
     # ---- coming in
 
     def submit(self, request: Request, now: float) -> Rejected | None:
-        """Queue a request to be prefilled here. `queue_full`, or a reason of `limits.refusal`."""
+        """Queue a request to be prefilled here. A reason of `limits.refusal` or of `QueueAdmission.refusal`."""
         if request.adopted:
             raise InvariantError(f"request {request.key} is to be adopted, not prefilled")
-        queues, settings = self._queues, self._settings
-        over = queues.waiting_tokens + request.num_tokens > settings.max_waiting_tokens
-        full = len(queues.line) >= settings.max_waiting_requests or (over and bool(queues.line))
-        rejected = self._accept(request, full, now)
+        rejected = self._accept(request, now)
         if rejected is None:
             request.clock.enter(Stage.QUEUE, now)
         return rejected
@@ -101,7 +99,7 @@ class Roster:
         """Queue a request whose KV will be pulled (`request.adopted`). Reasons as for submit."""
         if not request.adopted or request.hand_off:
             raise InvariantError(f"request {request.key} is not one to adopt")
-        return self._accept(request, len(self._queues.adopting) >= self._settings.max_waiting_requests, now)
+        return self._accept(request, now)
 
     def reserve_adoptions(self, now: float) -> list[RequestKey]:
         """Give blocks to as many adoptions as fit, in order: `computed_tokens` of each are in blocks that it shares
@@ -244,12 +242,12 @@ class Roster:
 
     # ---- inside
 
-    def _accept(self, request: Request, full: bool, now: float) -> Rejected | None:
+    def _accept(self, request: Request, now: float) -> Rejected | None:
         if request.key in self.requests or request.state is not State.WAITING:
             raise InvariantError(f"request {request.key} is submitted twice")
+        engine_s = self._policy.prefill_s(request) if self._pace.known else 0.0
         rejected = refusal(request, self._settings, self._pool.num_blocks)
-        if rejected is None and full:
-            rejected = Rejected("queue_full")
+        rejected = rejected or self._queues.admission.refusal(request, engine_s, now)
         if rejected is not None:
             self._journal.refused(request, rejected.reason, now)
             return rejected
@@ -261,6 +259,7 @@ class Roster:
         self._classes[request.priority] += 1
         request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request
+        self._queues.admission.enter(request, engine_s, now)
         self._queues.add(request, now)
         request.traced = self._journal.samples(request.request_id)
         if request.traced:

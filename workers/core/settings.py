@@ -50,6 +50,10 @@ class SchedulerSettings:
     max_model_len: int
     """Longest prompt + output, in tokens."""
     eos_token_ids: tuple[int, ...]
+    max_queue_s: float | None = None
+    """Bound of the predicted time of the queue of prefills; None: none. A single request may take longer."""
+    max_reserved_kv_tokens: int | None = None
+    """Bound of the tokens, expected outputs too, of all that is here; None: none. A single request may be longer."""
 
     batching: str = Batching.CONTINUOUS
     batch_window_s: float = 0.05

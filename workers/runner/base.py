@@ -24,6 +24,10 @@ class Runner(Protocol):
     """Flat uint8 view of the whole pool, num_blocks * layout.block_bytes bytes."""
     layout: KvLayout
     num_blocks: int
+    host_blocks: int
+    """Blocks of host memory for preempted requests."""
+    host_copy_block_s: float
+    """Seconds to copy one block to the host, or back, as the warm-up measured; 0 without host blocks."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     exact_rows: str

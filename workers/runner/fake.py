@@ -50,11 +50,14 @@ class FakeRunner:
         num_blocks: int = 256,
         vocab_size: int = 512,
         eos_token_ids: tuple[int, ...] = (2,),
+        host_blocks: int = 0,
         step_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
+        self.host_blocks = host_blocks
+        self.host_copy_block_s = 0.0
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.exact_rows = "any"

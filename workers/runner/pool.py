@@ -30,15 +30,16 @@ def available_bytes() -> int:
     return max(0, min(limits)) if limits else 1 << 62
 
 
-def allocate_pool(num_bytes: int) -> PoolBytes:
-    """The KV pool's memory, as `kvtransfer.transports.base.allocate_pool` maps it.
+def allocate_pool(num_bytes: int, beside_bytes: int = 0) -> PoolBytes:
+    """The KV pool's memory, as `kvtransfer.transports.base.allocate_pool` maps it; `beside_bytes` are taken later.
 
     Raises StartupError, with the bytes needed and available, when there is too little memory.
     """
     free = available_bytes()
-    if num_bytes + _MARGIN_BYTES > free:
+    beside_bytes += _MARGIN_BYTES
+    if num_bytes + beside_bytes > free:
         raise StartupError(
-            f"too little memory for the KV pool: {num_bytes:,} bytes needed (and {_MARGIN_BYTES:,} beside it), "
+            f"too little memory for the KV pool: {num_bytes:,} bytes needed (and {beside_bytes:,} beside it), "
             f"{free:,} available"
         )
     try:

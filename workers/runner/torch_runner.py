@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ _DTYPE_BYTES = 4
 _PAGE_BYTES = 4096
 _LOGITS_ROWS = 64
 """Rows of logits to begin with; a step that samples more makes the buffer grow."""
+_COPY_TRIALS = 8
+"""Blocks that the warm-up copies to the host and back."""
 _BLOCK_METADATA_BYTES = 256
 """What the scheduler's records of one block take, roughly."""
 
@@ -51,11 +54,11 @@ class TorchRunner:
         max_batched_tokens: int = 512,
         max_seqs: int = 64,
         weight_format: WeightFormat = WeightFormat.AUTO,
-        host_blocks: int = 0,
+        swap_bytes: int = 0,
     ) -> None:
         """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
 
-        host_blocks: blocks kept beside the pool for preempted requests; their pages are taken when first used.
+        swap_bytes: host memory beside the pool for blocks of preempted requests; its pages are taken when first used.
 
         Raises StartupError, one line, for everything that keeps the model from being served.
         """
@@ -80,10 +83,14 @@ class TorchRunner:
         except ValueError as error:
             raise StartupError(str(error)) from error
         torch.set_num_threads(threads)
-        self.kv_pool = allocate_pool(self.num_blocks * self.layout.block_bytes)
+        self.host_blocks = swap_bytes // self.layout.block_bytes
+        self.kv_pool = allocate_pool(
+            self.num_blocks * self.layout.block_bytes, self.host_blocks * self.layout.block_bytes
+        )
         self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
         self._blocks = self.kv_pool.reshape(self.num_blocks, self.layout.block_bytes)
-        self._host = np.empty((host_blocks, self.layout.block_bytes), np.uint8)
+        self.host_copy_block_s = 0.0
+        self._host = np.empty((self.host_blocks, self.layout.block_bytes), np.uint8)
         self._check_weights_fit()
         try:
             self._decoder = Decoder(
@@ -133,7 +140,7 @@ class TorchRunner:
         return StepResult(tokens, middle - begin, time.perf_counter() - middle)
 
     def warm_up(self) -> None:
-        """Touch the pool's pages and run a prefill and a decode step, without sampling being kept."""
+        """Touch the pool's pages, run a prefill and a decode step without sampling being kept, time block copies."""
         self.kv_pool[::_PAGE_BYTES] = 0  # new pages are zero: writing all of them would only do the system's work again
         tokens = min(self.layout.block_size * min(self.num_blocks, 2), self.max_model_len, self._max_batched_tokens)
         table = list(range(self.layout.blocks_for(tokens)))
@@ -152,6 +159,20 @@ class TorchRunner:
                         [()],
                     )
                 )
+
+        self.host_copy_block_s = self._time_copies()
+
+    def _time_copies(self) -> float:
+        """Median seconds to copy one block to the host or back."""
+        took = []
+        for trial in range(min(_COPY_TRIALS, self.num_blocks) if self.host_blocks else 0):
+            host = trial % self.host_blocks
+            for target, source in ((self._host[host], self._blocks[trial]), (self._blocks[trial], self._host[host])):
+                target[:] = source  # a page's first touch is paid once, not by every copy
+                begin = time.perf_counter()
+                target[:] = source
+                took.append(time.perf_counter() - begin)
+        return median(took) if took else 0.0
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes by use (C1)."""
