@@ -168,14 +168,19 @@ class Policy:
         return due
 
     def outlook(self, request: Request, now: float) -> Outlook:
-        """By the deadline alone: a late first token is late, but not lost. Certain only when the pace is known."""
+        """By the deadline alone: a late first token is late, but not lost. Certain only when the pace is known.
+
+        Lost is what even the shortest output cannot keep: most outputs end long before `max_tokens`.
+        """
         if request.deadline is None:
             return Outlook.ATTAINABLE
         left = request.deadline - now
-        need = 0.0
+        least = need = 0.0
         if self._pace.known:
-            need = self._calls(request) * (self.prefill_s(request) + self._decode_s(request))
-        if left < _LOST_BELOW * need:
+            prefill_s, calls = self.prefill_s(request), self._calls(request)
+            least = calls * (prefill_s + request.certain_output_tokens * self._pace.decode_token_s)
+            need = calls * (prefill_s + self._decode_s(request))
+        if left < _LOST_BELOW * least:
             return Outlook.LOST
         return Outlook.DOUBTFUL if left < _ATTAINABLE_AT * need else Outlook.ATTAINABLE
 

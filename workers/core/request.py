@@ -217,6 +217,14 @@ class Request:
         return max(0, min(most, predicted) if predicted > 0 else most)
 
     @property
+    def certain_output_tokens(self) -> int:
+        """Output tokens that will still come whatever is sampled: all where nothing but the length ends the request."""
+        sampling = self.sampling
+        runs_to_the_end = sampling.ignore_eos and not sampling.stop_token_ids
+        certain = sampling.max_tokens if runs_to_the_end else max(1, sampling.min_tokens)
+        return max(0, certain - self.num_output)
+
+    @property
     def overran(self) -> bool:
         """The output is longer than the gateway's history had it."""
         return 0 < self.predicted_output_tokens < self.num_output

@@ -184,7 +184,12 @@ class Scheduler(Suspension):
     # ---- before packing
 
     def _refuse_lost(self, now: float) -> None:
-        """B7: what cannot meet its deadline any more makes room at once, before it has cost anything."""
+        """B7: what cannot meet its deadline any more makes room at once, before it has cost anything.
+
+        Not while nobody computes: there is nobody to make room for, and only steps can mend a pace of worse times.
+        """
+        if not self._queues.num_computing:
+            return
         for request in self._queues.line.lost(now):
             if self._settings.lost_deadline == "reject":
                 self.counters["deadline_lost"] += 1
