@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.admission import Admission
 from headrace.core.admission_records import Ask, Decision, QueueLimits, Reason, Room, TenantLimits, Ticket
-from headrace.core.fairness import ServiceCounters, ServiceWeights
+from headrace.core.fairness import ServiceCounters
 from headrace.core.lengths import OutputLengths
 from headrace.core.records import FinishReason, Role
 from headrace.errors import Code, HeadraceError, invalid
@@ -50,7 +50,7 @@ class Gate:
 
     def __init__(self, spec: GatewaySpec) -> None:
         self.lengths = OutputLengths()
-        self.service = ServiceCounters(_service_weights(spec))
+        self.service = ServiceCounters(spec.service)
         """What each tenant has had of prefill and decode workers together; workers are told with each request."""
         self.decisions: Counter[tuple[str, str]] = Counter()
         """Choices by (action, reason) since the start."""
@@ -161,9 +161,4 @@ class Gate:
 
 
 def _limits(tenant: TenantSpec) -> TenantLimits:
-    return TenantLimits(**tenant.model_dump(exclude={"weight"}))
-
-
-def _service_weights(spec: GatewaySpec) -> ServiceWeights:
-    tenants = {name: tenant.weight for name, tenant in spec.tenants.items()}
-    return ServiceWeights(tenants=tenants, default_tenant=tenants.get(EVERY_OTHER_TENANT, 1.0))
+    return TenantLimits(**tenant.model_dump())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.core.fairness import ServiceWeights
+
 EVERY_OTHER_TENANT = "default"
 """Its entry holds for every tenant without one."""
 
@@ -13,8 +15,6 @@ class TenantSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weight: float = 1.0
-    """Its share beside the other tenants' in the workers' fair policies."""
     max_concurrent_requests: int | None = None
     max_live_kv_bytes: int | None = None
     tokens_per_s: float | None = None
@@ -60,6 +60,8 @@ class GatewaySpec(BaseModel):
     kv_bytes_per_token: int = 0
     tenants: dict[str, TenantSpec] = {}
     """By name; `default` holds for every tenant without an entry."""
+    service: ServiceWeights = ServiceWeights()
+    """What a tenant's service is counted in, and the tenants' shares of it; the same at every worker."""
     max_attempts: int = 3
     max_worker_crashes: int = 2
     liveness_s: float = 8.0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import grpc
 
-from headrace.core.fairness import ServiceCounters, ServiceWeights
+from headrace.core.fairness import ServiceCounters
 from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
@@ -97,13 +97,12 @@ class Worker:
         self.pool = BlockPool(runner.num_blocks, layout.block_size)
         self.predictor = load_predictor(spec, profile_key(spec, runner))
         tracing = OFF if self._events is None else self._events.tracing
-        weights = ServiceWeights(**spec.service.model_dump())
         self.scheduler = Scheduler(
             scheduler_settings(spec, runner),
             self.pool,
             PrefixCache(self.pool),
             self.predictor,
-            ServiceCounters(weights),
+            ServiceCounters(spec.service),
             tracing,
         )
         self._server = grpc.aio.server(options=SERVER_OPTIONS)

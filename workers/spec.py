@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.core.fairness import ServiceWeights
 from headrace.core.records import Role
 from workers.model.weight_format import WeightFormat
 
@@ -38,19 +39,6 @@ class SchedulingSpec(BaseModel):
     route_when_preempted: bool = False
 
 
-class ServiceSpec(BaseModel):
-    """Fields of `headrace.core.fairness.ServiceWeights` under the same names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    input_token: float = 1.0
-    output_token: float = 2.0
-    cached_token: float = 0.1
-    kv_block_s: float = 0.0
-    tenants: dict[str, float] = {}
-    default_tenant: float = 1.0
-
-
 class WorkerSpec(BaseModel):
     """One worker incarnation. Paths are local to the node; times in seconds, sizes in bytes."""
 
@@ -76,7 +64,8 @@ class WorkerSpec(BaseModel):
     max_queue_s: float | None = None
     max_reserved_kv_tokens: int | None = None
     scheduling: SchedulingSpec = SchedulingSpec()
-    service: ServiceSpec = ServiceSpec()
+    service: ServiceWeights = ServiceWeights()
+    """The same in the whole deployment: the pools' service of a tenant is added up."""
     swap_bytes: int = 0
     """Host memory for the KV of preempted requests; whole blocks of it are used."""
     profile_path: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
 import yaml
@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict
 from cluster.config import memory
 from cluster.config.facts import Machine, ModelFacts
 from cluster.config.load import ConfigError
-from cluster.config.schema import PoolConfig, ServeConfig, TenantConfig
+from cluster.config.schema import ServeConfig, TenantConfig
+from headrace.core.fairness import ServiceWeights
 from headrace.core.records import Role
 from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
 from workers.model.weight_format import WeightFormat
-from workers.spec import ServiceSpec, WorkerSpec
+from workers.spec import WorkerSpec
 
 BURST_S = 10
 """Of its rate: the automatic bucket of a tenant."""
@@ -61,6 +62,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
     namespace_secret = new_secret()
     in_cluster = config.cluster.address is not None
 
+    service = _service(config)
     workers: list[WorkerSpec] = []
     counts: dict[str, int] = {}
     for pool, pool_threads, pool_kv_bytes, pool_swap_bytes in zip(
@@ -89,7 +91,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
                     max_queue_s=pool.max_queue_s,
                     max_reserved_kv_tokens=pool.max_reserved_kv_tokens,
                     scheduling=pool.scheduling.spec(route_when_preempted=pool.replicas > 1),
-                    service=_service(pool, config.gateway.tenants),
+                    service=service,
                     swap_bytes=pool_swap_bytes,
                     profile_path=_profile_path(pool.profile),
                     transport=config.kv_transfer.transport,
@@ -123,6 +125,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
         cluster_token=token,
         cache_namespace_secret=namespace_secret,
         kv_bytes_per_token=model.kv_bytes_per_token,
+        service=service,
         tenants={name: _tenant(tenant) for name, tenant in config.gateway.tenants.items()},
         **limits.model_dump(),
     )
@@ -131,17 +134,18 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
 
 
 def _tenant(tenant: TenantConfig) -> TenantSpec:
-    settings = tenant.model_dump()
+    settings = tenant.model_dump(exclude={"weight"})
     if tenant.burst_tokens is None:
         settings["burst_tokens"] = math.ceil((tenant.tokens_per_s or 0.0) * BURST_S)
     return TenantSpec(**settings)
 
 
-def _service(pool: PoolConfig, tenants: Mapping[str, TenantConfig]) -> ServiceSpec:
-    """The pool's weights of service with the tenants' shares of it, which are the same at every worker."""
-    shares = {name: tenant.weight for name, tenant in tenants.items()}
+def _service(config: ServeConfig) -> ServiceWeights:
+    """What service counts, with each tenant's share of it."""
+    shares = {name: tenant.weight for name, tenant in config.gateway.tenants.items()}
     default = shares.pop(EVERY_OTHER_TENANT, 1.0)
-    return ServiceSpec(**pool.scheduling.service_weights.model_dump(), tenants=shares, default_tenant=default)
+    weights = config.pools[0].scheduling.service_weights
+    return ServiceWeights(**weights.model_dump(), tenants=shares, default_tenant=default)
 
 
 def _profile_path(profile: str) -> str:

@@ -71,6 +71,7 @@ class SchedulingConfig(Section):
     deadline_penalty_ms: Milliseconds = 2000.0
     """What keeps a request from being preempted that would miss its deadline for it."""
     service_weights: ServiceWeightsConfig = ServiceWeightsConfig()
+    """The same in all pools."""
 
     def spec(self, route_when_preempted: bool) -> SchedulingSpec:
         """The worker's form, in its units."""

@@ -247,6 +247,8 @@ class ServeConfig(Section):
             raise ValueError("pools: a decode pool needs a prefill pool")
         if self.gateway.mode == "disaggregated" and "prefill" not in roles:
             raise ValueError("gateway.mode: disaggregated needs a prefill and a decode pool")
+        if any(pool.scheduling.service_weights != self.pools[0].scheduling.service_weights for pool in self.pools):
+            raise ValueError("pools: service_weights must be the same everywhere; a tenant's service is added up")
         if len({pool.block_size for pool in self.pools}) > 1:
             raise ValueError("pools: block_size must be the same everywhere; KV blocks move between pools unchanged")
         return self

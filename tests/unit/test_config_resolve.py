@@ -139,7 +139,7 @@ def test_limits_of_tenants_reach_the_gateway_and_an_automatic_bucket_holds_ten_s
     assert (gateway.max_waiting_tokens, gateway.max_queue_s, gateway.refuse_lost_deadlines) == (900, 2.5, True)
     assert gateway.kv_bytes_per_token == model().kv_bytes_per_token
     assert gateway.tenants["default"].max_live_kv_bytes == 1 << 20
-    assert (gateway.tenants["big"].weight, gateway.tenants["big"].burst_tokens) == (4.0, 125)
+    assert (gateway.service.tenants, gateway.tenants["big"].burst_tokens) == ({"big": 4.0, "small": 1.0}, 125)
     assert gateway.tenants["small"].burst_tokens == 7
     assert GatewaySpec.model_validate_json(gateway.model_dump_json()) == gateway
 

@@ -124,7 +124,7 @@ def test_defaults_are_the_schedulers_own(tmp_path: Path) -> None:
     for setting in fields(SchedulerSettings):
         if setting.default is not MISSING and setting.name != "host_copy_block_s":
             assert getattr(settings, setting.name) == setting.default, setting.name
-    assert ServiceWeights(**spec.service.model_dump()) == ServiceWeights()
+    assert spec.service == ServiceWeights()
     assert ServiceWeightsConfig().model_dump().items() <= asdict(ServiceWeights()).items()
     assert spec.profile_path == "none"
 
@@ -149,12 +149,16 @@ def test_every_pool_has_its_own_scheduler(tmp_path: Path) -> None:
     assert (prefill.host_blocks > 0, decode.host_blocks) == (True, 0)
 
 
-def test_shares_of_tenants_reach_every_worker(tmp_path: Path) -> None:
+def test_weights_of_service_and_shares_of_tenants_are_the_same_at_gateway_and_workers(tmp_path: Path) -> None:
     tenants = {"default": {"weight": 0.5}, "big": {"weight": 4}, "plain": {}}
-    deployment = deploy(tmp_path, gateway={"tenants": tenants}, pools=[{"role": "prefill"}, {"role": "decode"}])
-    for spec in deployment.workers:
-        weights = ServiceWeights(**spec.service.model_dump())
-        assert (dict(weights.tenants), weights.default_tenant) == ({"big": 4.0, "plain": 1.0}, 0.5)
+    pools = [{"role": role, "scheduling": {"service_weights": {"cached_token": 0.3}}} for role in ("prefill", "decode")]
+    deployment = deploy(tmp_path, gateway={"tenants": tenants}, pools=pools)
+    expected = ServiceWeights(cached_token=0.3, tenants={"big": 4.0, "plain": 1.0}, default_tenant=0.5)
+    for spec in (deployment.gateway, *deployment.workers):
+        assert type(spec).model_validate_json(spec.model_dump_json()).service == expected
+    del pools[1]["scheduling"]
+    with pytest.raises(ConfigError, match="service_weights must be the same everywhere"):
+        deploy(tmp_path, pools=pools)
 
 
 def test_host_blocks_take_a_quarter_of_the_pool_and_give_way_where_memory_is_short(tmp_path: Path) -> None:
