@@ -83,16 +83,18 @@ def print_status(answer: admin_pb2.StatusResponse) -> None:
         f"{gateway.cancelled} cancelled, {gateway.retries} retries"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "pid", "session", "waiting", "running", "blocks", "leases", "reads"):
+    columns = ("worker", "pid", "session", "waiting", "running", "step", "blocks", "leases", "reads")
+    for column in columns:
         table.add_column(column, no_wrap=True)
     for view in answer.workers:
         session = "yes" if view.connected else "[red]no[/red]"
         if view.HasField("status"):
             s = view.status
             row = [str(s.pid), session, str(s.load.waiting_requests), str(s.load.running_requests)]
-            row += [f"{s.used_blocks}/{s.load.total_blocks}", str(s.leases), str(s.transfers)]
+            row += [f"{1e3 * s.load.step_s:.0f} ms", f"{s.used_blocks}/{s.load.total_blocks}"]
+            row += [str(s.leases), str(s.transfers)]
         else:
-            row = ["-", session, *["-"] * 5]
+            row = ["-", session, *["-"] * (len(columns) - 3)]
         table.add_row(view.worker_id, *row)
     console.print(table)
 

@@ -26,6 +26,7 @@ from router.metrics import DoorMetrics
 from router.openai_api import build_app
 from router.spec import GatewayReady, GatewaySpec
 from router.text import TextModel
+from router.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("headrace.router.main")
 
@@ -46,6 +47,7 @@ class GatewayProcess:
         authenticator = Authenticator(spec.api_keys)
         metrics = DoorMetrics(spec.served_model_name)
         gateway.on_completed = FleetMetrics(gateway, metrics.registry).ended
+        metrics.refresh = WorkerMetrics(gateway, metrics.registry).refresh
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
         self._grpc = build_server(gateway, spec, authenticator, metrics=metrics, facts=facts)
         add_AdminServicer_to_server(AdminService(gateway, authenticator), self._grpc.server)

@@ -5,6 +5,8 @@ Server side: times are taken where a delta leaves the gateway's core, on the gat
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from headrace.errors import Code
@@ -22,6 +24,8 @@ class DoorMetrics:
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self.refresh: Callable[[], Awaitable[None]] | None = None
+        """Brings up to date what is collected, before each scrape; set by whoever adds collectors."""
         self._model = model
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -63,8 +67,10 @@ class DoorMetrics:
     def choice_ended(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
 
-    def exposition(self) -> bytes:
+    async def scrape(self) -> bytes:
         """The text format of Prometheus."""
+        if self.refresh is not None:
+            await self.refresh()
         return generate_latest(self.registry)
 
 

@@ -130,7 +130,7 @@ class _Api:
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.door.metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(await self.door.metrics.scrape(), media_type=CONTENT_TYPE)
 
     # -- models and tokens
 

@@ -39,7 +39,13 @@ class Answer:
 class World:
     """Workers by name; `kill` ends one abruptly, `restart` brings a new incarnation."""
 
-    def __init__(self, runner: Callable[[WorkerSpec], FakeRunner], **options: object) -> None:
+    def __init__(
+        self,
+        runner: Callable[[WorkerSpec], FakeRunner],
+        by_role: dict[Role, dict[str, object]] | None = None,
+        **options: object,
+    ) -> None:
+        self._by_role = by_role or {}
         self.workers: dict[str, Worker] = {}
         self.ready: dict[str, WorkerReady] = {}
         self.gateway: Gateway
@@ -50,6 +56,7 @@ class World:
 
     async def start_worker(self, name: str, role: Role) -> None:
         options = {"transport": "tcp", "liveness_s": 2.0, "max_num_batched_tokens": 64, "max_num_seqs": 32}
+        options |= {"long_prefill_token_threshold": 32}
         spec = WorkerSpec(
             worker_id=name,
             incarnation=f"inc-{next(self._incarnations)}",
@@ -59,8 +66,7 @@ class World:
             threads=1,
             kv_cache_bytes=1 << 20,
             cluster_token=TOKEN,
-            long_prefill_token_threshold=32,
-            **(options | self._options),  # type: ignore[arg-type]
+            **(options | self._options | self._by_role.get(role, {})),  # type: ignore[arg-type]
         )
         worker = Worker(spec, self._runner)
         self.ready[name] = await worker.start()
@@ -158,14 +164,20 @@ async def world(
     step_s: float = 0.0,
     num_blocks: int = 256,
     gateway: dict[str, object] | None = None,
+    by_role: dict[Role, dict[str, object]] | None = None,
     **options: object,
 ) -> AsyncIterator[World]:
-    """All workers up and connected; ends with everything closed, drained or not."""
+    """All workers up and connected; ends with everything closed, drained or not.
+
+    `options`: fields of every worker's spec; `by_role`: further ones for the workers of a role.
+    """
 
     def runner(spec: WorkerSpec) -> FakeRunner:
-        return FakeRunner(1024, num_blocks=num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,), step_s=step_s)
+        made = FakeRunner(1024, num_blocks=num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,), step_s=step_s)
+        made.host_blocks = spec.swap_bytes // made.layout.block_bytes
+        return made
 
-    running = World(runner, **options)
+    running = World(runner, by_role, **options)
     text = text_model()
     running.gateway = Gateway(
         gateway_spec(**({"max_model_len": 1024, "liveness_s": 2.0, "cluster_token": TOKEN} | (gateway or {}))),

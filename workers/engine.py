@@ -22,6 +22,7 @@ from headrace.process import EXIT_BROKEN
 from workers.core.plan import StepEvents
 from workers.core.scheduler import Scheduler
 from workers.runner.base import Runner
+from workers.step_stats import StepStats
 
 log = logging.getLogger("headrace.workers.engine")
 
@@ -49,6 +50,10 @@ class Engine:
         self.lock = threading.RLock()
         self.steps = 0
         self.last_step_s = 0.0
+        self.last_schedule_s = 0.0
+        """The host's part before a step, and after it."""
+        self.last_apply_s = 0.0
+        self.stats = StepStats()
         self._scheduler = scheduler
         self._runner = runner
         self._sink = sink
@@ -80,8 +85,10 @@ class Engine:
         """One iteration; False when there was nothing to run. Tells what the step before this one meant."""
         with self.lock:
             self._woken = False
-            plan = self._scheduler.schedule(self._clock())
-            started = self._scheduler.started
+            planned = self._clock()
+            plan = self._scheduler.schedule(planned)
+            started, predicted_s = self._scheduler.started, self._scheduler.predicted_s
+            self.last_schedule_s = self._clock() - planned
             refused, self._scheduler.refused = self._scheduler.refused, []
         self._tell()
         if refused:
@@ -93,7 +100,16 @@ class Engine:
         began = self._step_began = self._clock()
         result = self._runner.run(plan)
         with self.lock:
-            events = self._scheduler.apply(plan, result, self._clock())
+            ended = self._clock()
+            events = self._scheduler.apply(plan, result, ended)
+            self.last_apply_s = self._clock() - ended
+            self.stats.add(
+                plan,
+                predicted_s=predicted_s,
+                step_s=ended - planned,
+                schedule_s=self.last_schedule_s,
+                apply_s=self.last_apply_s,
+            )
         self._step_began = None
         self.last_step_s = self._clock() - began
         self._longest_step_s = max(self._longest_step_s, self.last_step_s)

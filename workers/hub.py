@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from headrace.clock import Clock, monotonic
@@ -52,6 +52,8 @@ class Hub:
     ) -> None:
         self.sessions: set[GatewaySession] = set()
         self.counters: dict[str, float] = defaultdict(float)
+        self.refusals: Counter[str] = Counter()
+        """Requests that the scheduler did not take or gave up, by reason."""
         self._scheduler = scheduler
         self._identity = model_identity
         self._block_size = block_size
@@ -126,6 +128,7 @@ class Hub:
             self._handles[entry.session, entry.handle] = entry
             self._names[entry.request.request_id, entry.request.attempt] = entry
         else:
+            self.refusals[rejected.reason] += 1
             code = REFUSAL_CODES.get(rejected.reason, Code.INVALID_ARGUMENT)
             self._fail(entry, code, rejected.reason, REFUSAL_TEXTS[rejected.reason], rejected.retry_after_s)
         entry.session.load_changed()
@@ -145,6 +148,7 @@ class Hub:
 
     def _refused(self, refusals: list[tuple[RequestKey, str]]) -> None:
         for key, reason in refusals:
+            self.refusals[reason] += 1
             if (entry := self._entries.get(key)) is not None:
                 self._fail(entry, REFUSAL_CODES[reason], reason, REFUSAL_TEXTS[reason])
         self._reserve()

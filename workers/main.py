@@ -142,7 +142,9 @@ class Worker:
             max_model_len=spec.max_model_len,
             lane=transport.name,
         )
-        self.service = WorkerService(spec, hello, self.hub, self.scheduler, self.pool)
+        self.service = WorkerService(
+            spec, hello, self.hub, self.scheduler, self.pool, self.predictor, runner.host_blocks
+        )
         rpc.add_WorkerServicer_to_server(self.service, self._server)
         if self._events is not None:
             self._events.start()

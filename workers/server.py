@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from headrace.core.predictor import StepPredictor
 from headrace.core.records import WorkerLoad
 from headrace.errors import InvariantError
 from headrace.process import end_process
@@ -25,6 +26,8 @@ from workers.spec import WorkerSpec
 
 GONE = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError)
 """What a session's tasks raise when the gateway is gone or silent."""
+MAX_TENANTS = 32
+"""In the worker's account: names come from outside, and every one is a time series in somebody's metrics."""
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -38,13 +41,22 @@ class WorkerService(rpc.WorkerServicer):
     """Every call carries the cluster token."""
 
     def __init__(
-        self, spec: WorkerSpec, hello: pb.WorkerHello, hub: Hub, scheduler: Scheduler, pool: BlockPool
+        self,
+        spec: WorkerSpec,
+        hello: pb.WorkerHello,
+        hub: Hub,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        predictor: StepPredictor,
+        host_blocks: int,
     ) -> None:
         self._spec = spec
         self._hello = hello
         self._hub = hub
         self._scheduler = scheduler
         self._pool = pool
+        self._predictor = predictor
+        self._host_blocks = host_blocks
 
     async def Session(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One gateway, until either side ends it, the gateway is silent for `liveness_s`, or it does not read."""
@@ -91,9 +103,15 @@ class WorkerService(rpc.WorkerServicer):
                     self._scheduler.check_integrity()
                 except InvariantError as error:
                     integrity = str(error)
-            counters = {name: float(n) for name, n in self._scheduler.stats().items()}
+            steps = hub.engine.stats
+            counters = {name: float(n) for name, n in self._scheduler.stats().items()} | {
+                "prefill_tokens": float(steps.prefill_tokens),
+                "decode_tokens": float(steps.decode_tokens),
+                "partial_prefills": float(steps.partial_prefills),
+            }
             used, quarantined = self._pool.used_blocks, self._pool.quarantined_blocks
-        return pb.WorkerStatusResponse(
+            scheduling = self._scheduling()
+        answer = pb.WorkerStatusResponse(
             worker_id=self._spec.worker_id,
             incarnation=self._spec.incarnation,
             role=self._spec.role.value,
@@ -110,6 +128,30 @@ class WorkerService(rpc.WorkerServicer):
             counters=counters | dict(hub.counters),
             pid=os.getpid(),
             transport=hub.reader.transport.name,
+            refusals=hub.refusals,
+        )
+        answer.MergeFrom(scheduling)
+        return answer
+
+    def _scheduling(self) -> pb.WorkerStatusResponse:
+        """What the scheduler and its steps have done; the caller holds the engine's lock."""
+        engine, scheduler, predictor = self._hub.engine, self._scheduler, self._predictor
+        return pb.WorkerStatusResponse(
+            policy=self._spec.scheduling.policy,
+            predictor_ready=predictor.ready,
+            predictor_error=predictor.error,
+            predictor_samples=predictor.samples,
+            histograms={
+                name: pb.Histogram(bounds=told.bounds, counts=told.counts, sum=told.total)
+                for name, told in engine.stats.histograms.items()
+            },
+            tenant_service=scheduler.service.most_served(MAX_TENANTS),
+            last_schedule_s=engine.last_schedule_s,
+            last_apply_s=engine.last_apply_s,
+            host_blocks=self._host_blocks,
+            free_host_blocks=scheduler.free_host_blocks,
+            reserved_kv_tokens=scheduler.admission.reserved_kv_tokens,
+            queue_s=scheduler.admission.queue_s,
         )
 
     async def _send(self, session: GatewaySession, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -125,6 +125,11 @@ class ServiceCounters:
         """Counter of each known tenant, in weighted tokens over the tenant's weight."""
         return {name: float(self._counters[index]) for name, index in self._index.items()}
 
+    def most_served(self, limit: int) -> dict[str, float]:
+        """As `service`, of the `limit` tenants with the highest counters."""
+        names = sorted(self._index, key=lambda name: (-self._counters[self._index[name]], name))[:limit]
+        return {name: float(self._counters[self._index[name]]) for name in names}
+
     def _changed(self, index: int) -> None:
         if index == self._lowest:
             self._lowest = -1

@@ -405,7 +405,7 @@ class BlockHolder(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatusResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport")
+    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport", "policy", "predictor_ready", "predictor_error", "predictor_samples", "histograms", "tenant_service", "refusals", "last_schedule_s", "last_apply_s", "host_blocks", "free_host_blocks", "reserved_kv_tokens", "queue_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -413,6 +413,27 @@ class WorkerStatusResponse(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class HistogramsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Histogram
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+    class TenantServiceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class RefusalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +450,19 @@ class WorkerStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PREDICTOR_READY_FIELD_NUMBER: _ClassVar[int]
+    PREDICTOR_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PREDICTOR_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SCHEDULE_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_APPLY_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -445,4 +479,27 @@ class WorkerStatusResponse(_message.Message):
     counters: _containers.ScalarMap[str, float]
     pid: int
     transport: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    policy: str
+    predictor_ready: bool
+    predictor_error: float
+    predictor_samples: int
+    histograms: _containers.MessageMap[str, Histogram]
+    tenant_service: _containers.ScalarMap[str, float]
+    refusals: _containers.ScalarMap[str, int]
+    last_schedule_s: float
+    last_apply_s: float
+    host_blocks: int
+    free_host_blocks: int
+    reserved_kv_tokens: int
+    queue_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., policy: _Optional[str] = ..., predictor_ready: _Optional[bool] = ..., predictor_error: _Optional[float] = ..., predictor_samples: _Optional[int] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., tenant_service: _Optional[_Mapping[str, float]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., last_schedule_s: _Optional[float] = ..., last_apply_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., free_host_blocks: _Optional[int] = ..., reserved_kv_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...

@@ -88,7 +88,7 @@ def test_each_bound_has_its_reason_and_the_longest_wait_is_told() -> None:
 def test_a_planted_difference_is_found() -> None:
     world = World()
     request = world.submit(3)
-    world.scheduler._queues.admission.left(request.key, 0.0)
+    world.scheduler.admission.left(request.key, 0.0)
     with pytest.raises(InvariantError, match="admission"):
         world.scheduler.check_integrity()
 

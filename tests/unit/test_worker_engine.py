@@ -19,6 +19,7 @@ class _Scheduler:
         self.work = work
         self.calls: list[str] = []
         self.started: list[RequestKey] = []
+        self.predicted_s = 0.5
         self.refused: list[tuple[RequestKey, str]] = []
 
     def schedule(self, now: float) -> StepPlan | None:

@@ -24,8 +24,7 @@ def _arrival(request: Request) -> int:
 
 class Queues:
     def __init__(self, line: WaitingLine, batch: DecodeBatch, admission: QueueAdmission) -> None:
-        self.admission = admission
-        """The bounds of what waits and is held."""
+        self._admission = admission
         self.line = line
         """Prefills that hold nothing yet."""
         self.batch = batch
@@ -65,10 +64,10 @@ class Queues:
         """Raises InvariantError on an illegal edge."""
         self._take(request)
         if request.state is State.WAITING:
-            self.admission.started(request.key, now)
+            self._admission.started(request.key, now)
         advance(request, to, now)
         if to is State.FINISHED:
-            self.admission.left(request.key, now)
+            self._admission.left(request.key, now)
         self.add(request, now)
 
     @property
@@ -119,7 +118,7 @@ class Queues:
                 raise InvariantError("a queue is out of arrival order")
         if self.waiting_tokens != sum(r.num_tokens for r in [*self.line.requests.values(), *self.preempted]):
             raise InvariantError("the count of waiting tokens is wrong")
-        self.admission.check_integrity(len(self.line), len(self.adopting), len(seen))
+        self._admission.check_integrity(len(self.line), len(self.adopting), len(seen))
         self.batch.check_integrity()
 
     @staticmethod

@@ -68,7 +68,9 @@ class Roster:
         self._host = HostBlocks(settings.host_blocks)
         self._batch = DecodeBatch(settings)
         self._journal = Journal(tracing, pool, self._batch, settings.max_num_batched_tokens)
-        self._queues = Queues(WaitingLine(self._policy, service), self._batch, QueueAdmission(settings))
+        self.admission = QueueAdmission(settings)
+        """The bounds of what waits and is held here."""
+        self._queues = Queues(WaitingLine(self._policy, service), self._batch, self.admission)
         self._fresh: list[Request] = []
         """Decodes that no step has named yet."""
         self._unsaid: list[Request] = []
@@ -214,6 +216,10 @@ class Roster:
 
     # ---- looking
 
+    @property
+    def free_host_blocks(self) -> int:
+        return self._host.free_blocks
+
     def holders(self) -> dict[str, int]:
         """Who holds how many blocks; a shared block counts for each of its holders."""
         held = {
@@ -247,7 +253,7 @@ class Roster:
             raise InvariantError(f"request {request.key} is submitted twice")
         engine_s = self._policy.prefill_s(request) if self._pace.known else 0.0
         rejected = refusal(request, self._settings, self._pool.num_blocks)
-        rejected = rejected or self._queues.admission.refusal(request, engine_s, now)
+        rejected = rejected or self.admission.refusal(request, engine_s, now)
         if rejected is not None:
             self._journal.refused(request, rejected.reason, now)
             return rejected
@@ -259,7 +265,7 @@ class Roster:
         self._classes[request.priority] += 1
         request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request
-        self._queues.admission.enter(request, engine_s, now)
+        self.admission.enter(request, engine_s, now)
         self._queues.add(request, now)
         request.traced = self._journal.samples(request.request_id)
         if request.traced:

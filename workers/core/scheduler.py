@@ -102,6 +102,11 @@ class Scheduler(Suspension):
         """First scheduled in the step on its way, for a shell that announces them before the step ends."""
         return [] if self._flight is None else self._flight.started
 
+    @property
+    def predicted_s(self) -> float:
+        """Of the step on its way; 0: not predicted."""
+        return 0.0 if self._flight is None else self._flight.predicted_s
+
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
         """Take in what the runner computed. Raises InvariantError when it is no answer to the step on its way."""
         flight = self._flight

@@ -1,0 +1,141 @@
+"""Each worker's own account for Prometheus: what its scheduler did, what its steps took, whom it served and refused.
+
+Workers are asked when somebody scrapes, at most once a second however many scrape; one that does not answer has no
+samples until it does. Counters begin again with a worker's new incarnation, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from headrace.clock import Clock, monotonic
+from headrace.v1 import worker_pb2 as pb
+from router.gateway import Gateway
+
+REFRESH_GAP_S = 1.0
+ANSWER_S = 1.0
+"""A worker that takes longer to answer is left out."""
+MAX_TENANTS = 32
+_LABELS = ("model_name", "pool", "worker")
+_COUNTERS = (
+    ("preemptions", "preemptions", "Requests that gave their blocks up for others"),
+    ("swapped_out_requests", "swapped_out", "Requests whose KV was copied to the host"),
+    ("swapped_in_requests", "swapped_in", "Requests whose KV came back from the host"),
+    ("routed_requests", "routed", "Preempted requests that were sent to another worker"),
+    ("deadline_lost_requests", "deadline_lost", "Waiting requests refused because their deadline could not be kept"),
+    ("paused_requests", "paused", "Pauses of requests for a tool"),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens computed again after a preemption"),
+    ("scheduled_prefill_tokens", "prefill_tokens", "Tokens computed in chunks of prefills"),
+    ("scheduled_decode_tokens", "decode_tokens", "Tokens computed in rows of decodes"),
+    ("partial_prefills", "partial_prefills", "Chunks that were not the last of their prompt"),
+    ("prefix_cache_lookups", "prefix_lookups", "Requests that looked for their prefix"),
+    ("prefix_cache_hit_tokens", "cached_tokens_hit", "Tokens that the prefix cache had"),
+    ("prefix_cache_evictions", "evictions", "Cached blocks given up for others"),
+    ("lease_revocations", "lease_revocations", "Leases taken back because blocks were short"),
+    ("handoffs", "handoffs", "Requests taken over with their KV"),
+    ("kv_moved_bytes", "bytes_moved", "KV read from other workers"),
+    ("kv_transfer_seconds", "transfer_s", "Time in which reads of KV were in flight"),
+)
+"""(name without prefix and suffix, key of the worker's counters, text)."""
+_GAUGES = (
+    ("predictor_error_ratio", "predictor_error", "Median absolute error of predicted step times, as a share"),
+    ("predictor_samples", "predictor_samples", "Steps that the predictor has learned from"),
+    ("queue_predicted_seconds", "queue_s", "Predicted time of the prefills that wait"),
+    ("reserved_kv_tokens", "reserved_kv_tokens", "Prompts and expected outputs of all that is at the worker"),
+    ("host_kv_blocks", "host_blocks", "Blocks of host memory for preempted requests"),
+    ("host_kv_free_blocks", "free_host_blocks", "Those that are free"),
+)
+"""(name without prefix, field of the worker's account, text)."""
+_HISTOGRAMS = (
+    ("step_seconds", "A step from its planning to its result"),
+    ("step_predicted_seconds", "The same as predicted, of steps that were"),
+    ("step_time_ratio", "Actual by predicted time of a step"),
+    ("schedule_seconds", "Planning of a step on the host"),
+    ("apply_seconds", "Taking in of a step's result on the host"),
+    ("prefill_chunk_tokens", "Tokens of a chunk of prefill"),
+)
+
+
+class WorkerMetrics(Collector):
+    """Registers itself; await `refresh` before a scrape."""
+
+    def __init__(self, gateway: Gateway, registry: CollectorRegistry, clock: Clock = monotonic) -> None:
+        self._gateway = gateway
+        self._clock = clock
+        self._model = gateway.spec.served_model_name
+        self._answers: list[pb.WorkerStatusResponse] = []
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = float("-inf")
+        registry.register(self)
+
+    async def refresh(self) -> None:
+        """Everybody who comes while workers are asked, or shortly after, shares the answers."""
+        now = self._clock()
+        if (self._asking is None or self._asking.done()) and now - self._asked_at >= REFRESH_GAP_S:
+            self._asked_at = now
+            self._asking = asyncio.create_task(self._ask())
+        if self._asking is not None:
+            await asyncio.shield(self._asking)
+
+    async def _ask(self) -> None:
+        views = await self._gateway.fleet.accounts(ANSWER_S, audit=False)
+        self._answers = [view.status for view in views if view.HasField("status")]
+
+    def collect(self) -> Iterator[Metric]:
+        answers = self._answers
+        for name, key, text in _COUNTERS:
+            counter = CounterMetricFamily(f"headrace_{name}", text, labels=_LABELS)
+            for answer in answers:
+                counter.add_metric(self._labels(answer), answer.counters.get(key, 0.0))
+            yield counter
+        for name, field, text in _GAUGES:
+            gauge = GaugeMetricFamily(f"headrace_{name}", text, labels=_LABELS)
+            for answer in answers:
+                gauge.add_metric(self._labels(answer), float(getattr(answer, field)))
+            yield gauge
+        for name, text in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"headrace_{name}", text, labels=_LABELS)
+            for answer in answers:
+                told = answer.histograms.get(name)
+                if told is None:
+                    continue
+                histogram.add_metric(self._labels(answer), _buckets(told.bounds, told.counts), told.sum)
+            yield histogram
+        yield self._by("worker_refusals", "reason", CounterMetricFamily, "refusals", "Requests refused by a worker")
+        text = "Weighted tokens that a worker has served, by its share; those that had most"
+        yield self._by("worker_tenant_service", "tenant", GaugeMetricFamily, "tenant_service", text)
+        text = "Weighted tokens that a tenant has had of all workers, by its share; those that had most"
+        service = GaugeMetricFamily("headrace_tenant_service", text, labels=("model_name", "tenant"))
+        for tenant, tokens in self._gateway.gate.service.most_served(MAX_TENANTS).items():
+            service.add_metric((self._model, tenant), tokens)
+        yield service
+
+    def _by(
+        self,
+        name: str,
+        label: str,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        field: str,
+        text: str,
+    ) -> Metric:
+        metric = family(f"headrace_{name}", text, labels=(*_LABELS, label))
+        for answer in self._answers:
+            for key, value in sorted(getattr(answer, field).items()):
+                metric.add_metric((*self._labels(answer), key), float(value))
+        return metric
+
+    def _labels(self, answer: pb.WorkerStatusResponse) -> tuple[str, str, str]:
+        return (self._model, answer.role, answer.worker_id)
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """As Prometheus has them: each counts all values up to its bound."""
+    edges = [*(repr(float(bound)) for bound in bounds), "+Inf"]
+    return [(edge, float(count)) for edge, count in zip(edges, accumulate(counts), strict=True)]
