@@ -54,11 +54,13 @@ class TorchRunner:
         max_batched_tokens: int = 512,
         max_seqs: int = 64,
         weight_format: WeightFormat = WeightFormat.AUTO,
+        host_blocks: int | None = None,
         swap_bytes: int = 0,
     ) -> None:
         """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
 
-        swap_bytes: host memory beside the pool for blocks of preempted requests; its pages are taken when first used.
+        Beside the pool it has host memory for preempted requests: `host_blocks`, or as many as `swap_bytes` holds. Its
+        pages are taken when first used.
 
         Raises StartupError, one line, for everything that keeps the model from being served.
         """
@@ -83,7 +85,7 @@ class TorchRunner:
         except ValueError as error:
             raise StartupError(str(error)) from error
         torch.set_num_threads(threads)
-        self.host_blocks = swap_bytes // self.layout.block_bytes
+        self.host_blocks = host_blocks if host_blocks is not None else swap_bytes // self.layout.block_bytes
         self.kv_pool = allocate_pool(
             self.num_blocks * self.layout.block_bytes, self.host_blocks * self.layout.block_bytes
         )
