@@ -25,7 +25,7 @@ class SchedulingSpec(BaseModel):
     max_decode_rows: int = 0
     min_prefill_share: float = 0.1
     next_token_deadline_s: float = 1.0
-    age_boost_ms_per_s: float = 100.0
+    age_boost_ms_per_s: float = 1000.0
     ttft_target_s: float = 2.0
     urgency_horizon_s: float = 1.0
     nearly_complete_boost_ms: float = 500.0

@@ -48,7 +48,7 @@ class SchedulingConfig(Section):
     """Share of a step's tokens that prefills get while they wait."""
     next_token_deadline_ms: Milliseconds = 1000.0
     """A decode that waited so long for its next token goes first; 0: never."""
-    age_boost_ms_per_s: Milliseconds = 100.0
+    age_boost_ms_per_s: Milliseconds = 1000.0
     """Priority that a second of waiting adds."""
     ttft_target_ms: Milliseconds = 2000.0
     """First token due after arrival; 0: no such target."""
