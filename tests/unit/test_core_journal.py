@@ -225,6 +225,8 @@ def test_a_refusal_and_a_lost_deadline_have_their_reasons() -> None:
     assert isinstance(w.world.scheduler.submit(second, 0.0), Rejected)
     assert [(r.event.value, r.reason) for r in w.of(second)] == [("refused", "queue_full")]
     w.world.run()
+    w.world.submit(4, max_tokens=50)  # somebody computes: a lost request would delay it
+    w.world.step()
     hurried = w.world.submit(4, deadline=w.world.now + 5.0)
     w.world.scheduler._pace.known = True
     w.world.scheduler._pace.decode_token_s = 100.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import fields
 
 import pytest
 
+from headrace.core.admission_records import Ticket
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
 from headrace.v1 import worker_pb2 as pb
 from router import frames
+from router.answer import Branch
+from router.api import GenerationSpec
 from router.core.flight import Flight
 from router.core.placement import Mode
 from workers.intake import request_from
@@ -36,10 +40,16 @@ EVERYTHING = SamplingParams(
 def test_every_sampling_parameter_arrives_bit_for_bit(params: SamplingParams) -> None:
     flight = Flight(RequestId("req-1"), (5, 6, 7), params, Mode.AUTO, lambda: 1, eos_token_ids=(0,))
     flight.output_ids = [8, 8]
-    sent = frames.body(flight, b"namespace", False, 5.0).SerializeToString()
+    call = GenerationSpec("tenant", "", flight.prompt_ids, (params,), priority=-2, task="t", steps_left=3)
+    branch = Branch(
+        flight, 0, call, b"namespace", 9.0, asyncio.Queue(), Ticket("tenant", 3, 3, 9, 0), reserved_output_tokens=7
+    )
+    sent = frames.body(branch, 5.0, tenant_service=11.0).SerializeToString()
     request = request_from(pb.RequestBody.FromString(sent), RequestKey(1), b"root")
     assert request.sampling == params
     assert (request.prompt_ids, request.output_ids) == ([5, 6, 7], [8, 8])
+    assert (request.tenant, request.priority, request.task, request.steps_left) == ("tenant", -2, "t", 3)
+    assert (request.predicted_output_tokens, request.tenant_service) == (7, 11.0)
 
 
 def test_everything_differs_from_the_defaults() -> None:
