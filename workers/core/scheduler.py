@@ -48,6 +48,8 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 _PACE_STEPS = 32
 """Steps between looks at how fast work goes."""
 _PACE_TOKENS = 256
+_STATIC_WINDOWS = 10
+"""Windows without an arrival after which static batching stops waiting for a full batch."""
 _UNLEARNED_STEPS = 8
 
 
@@ -152,10 +154,9 @@ class Scheduler(Suspension):
 
     def next_look(self, now: float) -> float | None:
         """When `schedule` may have something although nothing happens until then: a batch's window ends."""
-        first = self._queues.line.first()
-        if self._settings.batching == Batching.CONTINUOUS or self._queues.num_computing or first is None:
+        if self._settings.batching == Batching.CONTINUOUS or self._queues.num_computing or not self._queues.line:
             return None
-        return max(now, first.accepted_at + self._window_s())
+        return max(now, self._opens_at())
 
     def revocable(self, now: float) -> RequestKey | None:
         """Whose reader to revoke, when nothing else can ever free blocks. Ask when `schedule` has given None."""
@@ -419,15 +420,18 @@ class Scheduler(Suspension):
         if self._settings.batching == Batching.CONTINUOUS:
             return True
         queues = self._queues
-        first = queues.line.first()
-        if not queues.num_computing and not queues.preempted and first is not None:
+        if not queues.num_computing and not queues.preempted and queues.line:
             full = len(queues.line) >= self._settings.max_num_seqs
-            if full or now >= first.accepted_at + self._window_s():
+            if full or now >= self._opens_at():
                 self._joining = min(len(queues.line), self._settings.max_num_seqs)
         return self._joining > 0
 
-    def _window_s(self) -> float:
-        return self._settings.batch_window_s * (10 if self._settings.batching == Batching.STATIC else 1)
+    def _opens_at(self) -> float:
+        """When a batch begins although it is not full; somebody waits."""
+        window_s, waiting = self._settings.batch_window_s, self._queues.line.requests.values()
+        if self._settings.batching == Batching.STATIC:
+            return next(reversed(waiting)).accepted_at + _STATIC_WINDOWS * window_s
+        return next(iter(waiting)).accepted_at + window_s
 
     # ---- when a step is planned, and when it is over
 

@@ -16,7 +16,8 @@ class Batching(StrEnum):
     WINDOW = "window"
     """When all of the last batch have ended, after `batch_window_s` of waiting or with a full batch."""
     STATIC = "static"
-    """When all of the last batch have ended and a full batch waits (or nothing came for ten windows)."""
+    """When all of the last batch have ended and a full batch waits; after ten windows without an arrival a part of
+    one."""
 
 
 class ChunkMode(StrEnum):
