@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("schedule")
     plan.add_argument("what", nargs="?", default="all", choices=[*COMPARISONS, "all", "host"])
     plan.add_argument("--machine", nargs="+", default=["cpu", "gpu"], choices=["cpu", "gpu"], help="cost model")
+    plan.add_argument("--profile", help="a file of `headrace profile`: its costs instead of a model")
     plan.add_argument("--lengths", default="mixed", help="mixed, lognormal, or the path of an Azure or Mooncake trace")
     plan.add_argument("--requests", type=int, default=300)
     plan.add_argument("--seed", type=int, default=1)
@@ -88,7 +89,7 @@ def main() -> None:
             host.run(args.rows, args.waiting, args.seed, args.policy)
         else:
             names = COMPARISONS if args.what == "all" else (args.what,)
-            scenarios.run(names, args.machine, args.lengths, args.requests, args.seed)
+            scenarios.run(names, args.machine, args.lengths, args.requests, args.seed, args.profile)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,21 @@ until the last request has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from random import Random
 from time import perf_counter
 
-import headrace.core.predictor
 from bench.simulate import workload
 from bench.simulate.report import Row, Table, figures, render, service, service_gap
-from bench.simulate.worker import Cost, Run, Unsupported, VirtualWorker, default_cost, gpu_cost, settings_of
+from bench.simulate.worker import BLOCK_SIZE, Cost, Run, Unsupported, VirtualWorker, default_cost, gpu_cost, settings_of
 from bench.simulate.workload import Job, Lengths
-from headrace.core.predictor import StepShape
+from headrace.core.fairness import ServiceCounters, ServiceWeights
+from headrace.core.predictor import Profile, StepPredictor, StepShape, fit
 from headrace.core.slo import Slo
-from workers.core.scheduler import Scheduler, SchedulerSettings
+from headrace.core.step_shape import CostTable
+from workers.core.scheduler import SchedulerSettings
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Of a token in a tenant's service (VTC, section 5.1)."""
@@ -43,6 +43,8 @@ class Machine:
     token_budget: int
     batch_window_s: float
     slo: Slo
+    profile: Profile | None = field(default=None, hash=False)
+    """Where costs were measured: the predictor's profile, whose quantiles are how much a step varies."""
 
     @property
     def most_tokens(self) -> int:
@@ -53,6 +55,12 @@ class Machine:
 CPU = Machine("cpu", default_cost, 16, 4_096, (64, 64), (1_024, 128), 256, 0.5, Slo(10.0, 0.25))
 GPU = Machine("gpu", gpu_cost, 64, 32_768, (200, 100), (4_000, 200), 1_024, 0.05, Slo(1.0, 0.02))
 MACHINES = {machine.name: machine for machine in (CPU, GPU)}
+
+
+def measured(profile: Profile) -> Machine:
+    """The machine that `headrace profile` has measured, under the load of the small CPU."""
+    cost = CostTable(profile.coefficients).cost_s
+    return replace(CPU, name="measured", cost=cost, profile=profile)
 
 
 @dataclass(frozen=True)
@@ -103,10 +111,20 @@ def settings(machine: Machine, **changes: object) -> SchedulerSettings:
 
 
 def simulate(
-    load: Load, chosen: SchedulerSettings, jobs: Sequence[Job], sigma: float = 0.0, predictor: object = None
+    load: Load,
+    chosen: SchedulerSettings,
+    jobs: Sequence[Job],
+    *,
+    varies: bool = False,
+    predictor: StepPredictor | None = None,
 ) -> Run:
+    """`varies`: steps differ from their costs by chance, by what was measured of that or by STEP_SIGMA."""
     machine = load.machine
-    worker = VirtualWorker(chosen, machine.num_blocks, machine.cost, sigma=sigma, seed=load.seed, predictor=predictor)
+    ratios = machine.profile.ratios if varies and machine.profile else ()
+    sigma = STEP_SIGMA if varies and not ratios else 0.0
+    worker = VirtualWorker(
+        chosen, machine.num_blocks, machine.cost, sigma=sigma, ratios=ratios, seed=load.seed, predictor=predictor
+    )
     return worker.run(jobs)
 
 
@@ -116,18 +134,13 @@ def simulate(
 def batching(load: Load) -> Table:
     """Static and window (dynamic) batching against continuous (article, sections 1-3)."""
     machine = load.machine
-    modes: dict[str, dict[str, object]] = {
-        "static": {"batching": "static"},
-        "window": {"batching": "window", "batch_window_s": machine.batch_window_s},
-        "continuous": {"batching": "continuous"},
-    }
     rows: list[Row] = []
-    for name, changes in modes.items():
-        chosen = settings(machine, **changes)
+    for name in ("static", "window", "continuous"):
+        chosen = settings(machine, batching=name, batch_window_s=machine.batch_window_s)
         offline = figures(simulate(load, chosen, load.at_once()))
-        online = simulate(load, chosen, load.steady(0.7))
+        online = simulate(load, chosen, load.steady(0.5))
         rows.append({"batching": name, "offline out tok/s": offline["out tok/s"], **figures(online)})
-    note = f"all at once (offline), then Poisson at 70 % of capacity; window {machine.batch_window_s:g} s"
+    note = f"all at once (offline), then Poisson at 50 % of capacity; window {machine.batch_window_s:g} s"
     return Table(_title("batching", load), note, rows)
 
 
@@ -181,31 +194,29 @@ def budget(load: Load) -> Table:
     for name, jobs in loads.items():
         for choice, changes in choices.items():
             predictor = make_predictor() if "itl_target_s" in changes else None
-            run = simulate(load, settings(machine, **changes), jobs, sigma=STEP_SIGMA, predictor=predictor)
+            run = simulate(load, settings(machine, **changes), jobs, varies=True, predictor=predictor)
             held = [step for step in run.steps if step.shape.decode_rows and step.shape.prefill_tokens]
             late = sum(step.end_s - step.begin_s > target_s for step in held)
             rows.append(
                 {"load": name, "budget": choice, "late %": 100 * late / max(1, len(held)), **figures(run, machine.slo)}
             )
+    varied = "as measured" if machine.profile else f"by {STEP_SIGMA:.0%} at random"
     note = (
-        f"70 % of capacity; steps vary by {STEP_SIGMA:.0%} at random; late: steps with decodes and a chunk that take "
+        f"70 % of capacity; steps vary {varied}; late: steps with decodes and a chunk that take "
         f"more than {target_s * 1e3:g} ms; {_contract(machine.slo)}"
     )
     return Table(_title("budget", load), note, rows)
 
 
-def trained(machine: Machine, seed: int, samples: int = 1_000) -> Callable[[], object]:
-    """Makes fresh predictors with one profile, of the machine's own costs. Raises Unsupported when there are none."""
-    StepPredictor, fit = (getattr(headrace.core.predictor, name, None) for name in ("StepPredictor", "fit"))
-    if StepPredictor is None or fit is None:
-        raise Unsupported("headrace.core.predictor has no StepPredictor")
-    if "predictor" not in signature(Scheduler).parameters:
-        raise Unsupported("Scheduler takes no predictor")
+def trained(machine: Machine, seed: int, samples: int = 1_000) -> Callable[[], StepPredictor]:
+    """Makes fresh predictors with one profile: the measured one, or one of the machine's own costs."""
+    if (profile := machine.profile) is not None:
+        return lambda: StepPredictor(profile)
     rng = Random(seed)
     shapes = [_some_shape(rng, machine) for _ in range(samples)]
-    measured = [(shape, machine.cost(shape) * rng.lognormvariate(0.0, STEP_SIGMA)) for shape in shapes]
-    profile = fit(measured, {"model": "simulated", "machine": machine.name})
-    return lambda: StepPredictor(profile)
+    samples_s = [(shape, machine.cost(shape) * rng.lognormvariate(0.0, STEP_SIGMA)) for shape in shapes]
+    fitted = fit(samples_s, {"model": "simulated", "machine": machine.name})
+    return lambda: StepPredictor(fitted)
 
 
 def _some_shape(rng: Random, machine: Machine) -> StepShape:
@@ -238,20 +249,29 @@ def fairness(load: Load) -> Table:
     ]
     jobs += [Job(0, small, answer, tenant="short")] * singles
     horizon_s = 500 * machine.cost(StepShape(machine.max_num_seqs, 0, 1, machine.token_budget, 0))
+    # A pool that is small beside all the service makes the bound mean something.
+    num_blocks = machine.num_blocks // 16
     rows: list[Row] = []
-    for policy in POLICIES:
-        worker = VirtualWorker(settings(machine, policy=policy), machine.num_blocks, machine.cost)
+    for policy, weight in [*((policy, 1.0) for policy in POLICIES), ("fair", 2.0)]:
+        service = ServiceCounters(ServiceWeights(INPUT_WEIGHT, OUTPUT_WEIGHT, tenants={"long": weight}))
+        worker = VirtualWorker(settings(machine, policy=policy), num_blocks, machine.cost, service=service)
         run = worker.run(jobs, until_s=horizon_s)
-        rows.append({"policy": policy, **_shares(run)})
+        name = policy if weight == 1.0 else f"{policy}, long weighs {weight:g}"
+        rows.append({"policy": name, **_shares(run, weight)})
+    bound = 2 * max(INPUT_WEIGHT * large, OUTPUT_WEIGHT * num_blocks * BLOCK_SIZE)
     note = (
         f"prompts of {large} and {small} tokens, answers of {answer}, {horizon_s:.0f} s; service in tokens "
-        f"({INPUT_WEIGHT:g} x input + {OUTPUT_WEIGHT:g} x output), greatest gap over any interval"
+        f"({INPUT_WEIGHT:g} x input + {OUTPUT_WEIGHT:g} x output) over the tenant's weight, greatest gap over any "
+        f"interval; VTC's bound {bound:,.0f}"
     )
     return Table(f"fairness, {machine.name}", note, rows)
 
 
-def _shares(run: Run) -> Row:
-    """The long tenant's share of the service so far, over time; the gap; how many requests each got done."""
+def _shares(run: Run, weight: float) -> Row:
+    """The long tenant's share of the service so far, over time; the gap; how many requests each got done.
+
+    weight: of the long tenant.
+    """
     for tenant in ("long", "short"):
         if all(outcome.scheduled_at is not None for outcome in run.outcomes if outcome.job.tenant == tenant):
             raise RuntimeError(f"tenant {tenant} was not backlogged to the end")
@@ -260,7 +280,7 @@ def _shares(run: Run) -> Row:
     for quarter in (1, 2, 3, 4):
         at = len(run.steps) * quarter // 4 - 1
         row[f"long % at {quarter}/4"] = 100 * long[at] / (long[at] + short[at])
-    row["gap tokens"] = service_gap(long, short)
+    row["gap tokens"] = service_gap([served / weight for served in long], short)
     for tenant in ("long", "short"):
         timelines = [outcome.timeline for outcome in run.outcomes if outcome.job.tenant == tenant]
         row[f"{tenant} done"] = sum(timeline.completed for timeline in timelines)
@@ -276,6 +296,10 @@ def _contract(slo: Slo) -> str:
     return f"goodput: TTFT <= {ttft:g} s and the request's ITL p{slo.itl_share * 100:g} <= {itl * 1e3:g} ms"
 
 
+def _read(path: str) -> Profile:
+    return Profile.from_json(Path(path).read_bytes())
+
+
 SCENARIOS: dict[str, Callable[[Load], Table]] = {
     "batching": batching,
     "chunks": chunks,
@@ -284,11 +308,25 @@ SCENARIOS: dict[str, Callable[[Load], Table]] = {
 }
 
 
-def run(names: Sequence[str], machines: Sequence[str], lengths: str, requests: int, seed: int) -> None:
-    """Print each comparison on each machine. Raises SystemExit after all, when this tree could not make one of them."""
+def run(
+    names: Sequence[str],
+    machines: Sequence[str],
+    lengths: str,
+    requests: int,
+    seed: int,
+    profile: str | None = None,
+) -> None:
+    """Print each comparison on each machine, or on the one of a profile's file.
+
+    Raises SystemExit after all, when this tree could not make one of them.
+    """
+    try:
+        chosen = [MACHINES[name] for name in machines] if profile is None else [measured(_read(profile))]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot read the profile: {error}") from error
     missing = 0
     for name in names:
-        for load in (Load(MACHINES[machine], lengths, requests, seed) for machine in machines):
+        for load in (Load(machine, lengths, requests, seed) for machine in chosen):
             began = perf_counter()
             try:
                 table = SCENARIOS[name](load)

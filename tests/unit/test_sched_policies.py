@@ -1,4 +1,4 @@
-"""Policies by name (SPEC B6) and what becomes of a deadline (B7): each order against that of `fcfs`, and its reason."""
+"""Policies by name (SPEC B6) and what becomes of a deadline (B7): each order against `fcfs`, with its reason."""
 
 from __future__ import annotations
 
