@@ -82,7 +82,9 @@ class Timeline:
                 computed_tokens=ledger.computed_tokens,
             )
         )
-        self.last_ledger(WorkerLedger(decode_s=ledger.decode_s, preempted_s=ledger.preempted_s))
+        self.last_ledger(
+            WorkerLedger(decode_s=ledger.decode_s, preempted_s=ledger.preempted_s, tool_wait_s=ledger.tool_wait_s)
+        )
 
     def ended(self, now: float) -> None:
         if self.complete is None:
@@ -126,7 +128,7 @@ class Timeline:
             ("decode_queue", d.queue_s),
             ("decode", decode_s),
             ("preempted", preempted),
-            ("tool_wait", 0.0),
+            ("tool_wait", d.tool_wait_s),
         ]
         rest = (self.complete - self.first_token) - sum(seconds for _, seconds in stages)
         return [*_after_first_token(stages, -rest), ("detokenize_and_stream", max(rest, 0.0))]
