@@ -1,0 +1,400 @@
+"""Random lives on one worker with a tiny pool: each row always sees its own KV, and outputs are those of a run alone.
+
+Requests of every kind (whole, hand_off, adopted, resumed, opted out of the cache) come, are preempted, cancelled,
+expire, lose their readers or their reads, at any point, also while a step is on its way. Reads that were given up go on
+writing garbage until they are terminal. `check_integrity` and the laws of `tests.scheduler_laws` hold after every
+operation; every request that was let in ends exactly once, in a way that somebody is told of; everything drains.
+
+`tests/property` runs it for seconds, `tests/chaos` for minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.core.records import FinishReason
+from headrace.ids import RequestKey
+from tests.core_world import World, alone, make_settings
+from tests.scheduler_laws import check_blocks, check_plan, toy_predictor, toy_cost_s
+from workers.core.limits import end_reason
+from workers.core.plan import StepPlan
+from workers.core.policies import POLICIES
+from workers.core.request import Keep, Request, State
+
+GARBAGE = -2
+ROOTS = (b"a" * 16, b"b" * 16)
+NORMAL = (FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH)
+
+prompts = st.one_of(
+    # Few tokens and few shapes, so that prefixes are shared often.
+    st.builds(lambda n, tail: [*range(1, n + 1), *tail], st.integers(1, 8), st.lists(st.integers(1, 2), max_size=3)),
+    st.integers(1, 10).map(lambda n: [3] * n),
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    prompt: list[int]
+    max_tokens: int
+    known: int
+    min_tokens: int
+    ignore_eos: bool
+    kind: str
+    no_cache: bool
+    root: bytes
+    patience: float | None
+    priority: int
+    tenant: str
+    predicted: int
+
+
+wishes = st.builds(
+    Wish,
+    prompt=prompts,
+    max_tokens=st.integers(1, 24),
+    known=st.integers(0, 3),
+    min_tokens=st.integers(0, 3),
+    ignore_eos=st.booleans(),
+    kind=st.sampled_from(["whole", "whole", "hand_off", "adopted"]),
+    no_cache=st.sampled_from([False, False, False, True]),
+    root=st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[1]]),
+    patience=st.sampled_from([None, None, 5.0, 40.0]),
+    priority=st.sampled_from([0, 0, 1, -1]),
+    tenant=st.sampled_from(["a", "a", "b"]),
+    predicted=st.sampled_from([0, 0, 4]),
+)
+
+
+changes = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "batching": st.sampled_from(["continuous", "continuous", "continuous", "window", "static"]),
+        "chunk_mode": st.sampled_from(["fixed", "bucketed", "adaptive", "adaptive"]),
+        "max_decode_rows": st.sampled_from([0, 0, 1, 2]),
+        "min_prefill_share": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        "next_token_deadline_s": st.sampled_from([0.0, 2.0]),
+        "ttft_target_s": st.sampled_from([0.0, 3.0]),
+        "mlfq_quantum_tokens": st.sampled_from([1, 8]),
+        "host_blocks": st.sampled_from([0, 0, 3, 20]),
+        "min_progress_tokens": st.sampled_from([0, 1, 4]),
+        "route_when_preempted": st.booleans(),
+        "lost_deadline": st.sampled_from(["reject", "best_effort"]),
+        "itl_target_s": st.sampled_from([0.0, 0.6, 0.8, 1.2]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(6, 12),
+        rows=st.integers(2, 5),
+        spare_tokens=st.integers(0, 8),
+        chunk=st.integers(1, 9),
+        watermark=st.integers(0, 2),
+        block_size=st.sampled_from([2, 3, 4]),
+        predicts=st.sampled_from([True, True, False]),
+        changes=changes,
+    )
+    def start(
+        self,
+        num_blocks: int,
+        rows: int,
+        spare_tokens: int,
+        chunk: int,
+        watermark: int,
+        block_size: int,
+        predicts: bool,
+        changes: dict[str, object],
+    ) -> None:
+        self.world = World(
+            make_settings(
+                max_num_batched_tokens=rows + spare_tokens,
+                max_num_seqs=rows,
+                long_prefill_token_threshold=chunk,
+                watermark_blocks=watermark,
+                block_size=block_size,
+                max_model_len=num_blocks * block_size,
+                max_waiting_requests=12,
+                max_decode_rows=min(rows, changes.pop("max_decode_rows", 0)),
+                **changes,
+            ),
+            num_blocks=num_blocks,
+            vocab=24,
+            predictor=toy_predictor() if predicts else None,
+            cost=toy_cost_s,
+        )
+        self.plan: StepPlan | None = None
+        self.asked: set[RequestKey] = set()
+        """Tools have added to them: no run alone to compare with."""
+        self.gone: dict[RequestKey, str] = {}
+        """How each request has ended."""
+        self.writing: dict[RequestKey, list[int]] = {}
+        """Targets of reads that were given up and are not over."""
+
+    # ---- requests come
+
+    @rule(wish=wishes, siblings=st.integers(1, 3))
+    def come(self, wish: Wish, siblings: int) -> None:
+        for _ in range(siblings):
+            self.come_one(wish)
+
+    def come_one(self, wish: Wish) -> None:
+        world = self.world
+        request = world.make(
+            wish.prompt,
+            wish.max_tokens,
+            min_tokens=min(wish.min_tokens, wish.max_tokens),
+            ignore_eos=wish.ignore_eos,
+            stop=(5,),
+            root=wish.root,
+            hand_off=wish.kind == "hand_off",
+            adopted=wish.kind == "adopted",
+            no_cache=wish.no_cache,
+            deadline=None if wish.patience is None else world.now + wish.patience,
+        )
+        request.priority, request.tenant = wish.priority, wish.tenant
+        request.predicted_output_tokens = wish.predicted
+        # An earlier attempt may have produced a part of the output, never its end.
+        done = (
+            alone(request, world.settings, world.vocab)[:-1][: wish.known]
+            if len(wish.prompt) < world.settings.max_model_len
+            else []
+        )
+        for token in done:
+            request.append(token)
+        request.emitted = len(done)
+        world.truth[request.key] += done
+        world.delivered[request.key] += done
+        accept = world.scheduler.adopt if request.adopted else world.scheduler.submit
+        if accept(request, world.now) is not None:
+            del world.seen[request.key]
+
+    # ---- steps
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        world = self.world
+        before = {key: request.state for key, request in world.scheduler.requests.items()}
+        self.plan = world.scheduler.schedule(world.now)
+        refused, world.scheduler.refused = world.scheduler.refused, []
+        for key, why in refused:
+            assert world.seen[key].state is State.FINISHED
+            self.end(key, why)
+        if self.plan is not None:
+            check_plan(world, self.plan, before)
+        elif (key := world.scheduler.revocable(world.now)) is not None:
+            assert world.scheduler.finish(key, FinishReason.ERROR, world.now)
+            self.end(key, "revoked")
+
+    def end(self, key: RequestKey, how: str) -> None:
+        assert key not in self.gone, f"{how} after {self.gone[key]}"
+        self.gone[key] = how
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def apply(self) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        for key, reason in self.world.apply(plan).finished:
+            assert self.world.seen[key].finish_reason is reason
+            self.end(key, reason)
+
+    @rule(steps=st.integers(1, 9))
+    def run_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.plan is None:
+                self.schedule()
+            if self.plan is not None:
+                self.apply()
+
+    # ---- tools
+
+    @precondition(lambda self: self.decoding())
+    @rule(data=st.data(), keep=st.sampled_from(Keep))
+    def pause(self, data: st.DataObject, keep: Keep) -> None:
+        request = data.draw(st.sampled_from(self.decoding()))
+        assert self.world.scheduler.pause(request.key, keep, self.world.now)
+
+    @precondition(lambda self: self.paused())
+    @rule(data=st.data(), answer=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    def resume(self, data: st.DataObject, answer: list[int]) -> None:
+        self.answer_tool(data.draw(st.sampled_from(self.paused())), answer)
+
+    # ---- adoptions
+
+    @rule()
+    def reserve(self) -> None:
+        for key in self.world.scheduler.reserve_adoptions(self.world.now):
+            assert self.world.seen[key].state is State.TRANSFERRING
+
+    @precondition(lambda self: self.pulling())
+    @rule(data=st.data(), knew=st.booleans())
+    def complete(self, data: st.DataObject, knew: bool) -> None:
+        self.hand_over(data.draw(st.sampled_from(self.pulling())), knew)
+
+    @precondition(lambda self: self.pulling())
+    @rule(data=st.data(), landed=st.floats(0, 1))
+    def lose_the_holder(self, data: st.DataObject, landed: float) -> None:
+        """Some blocks have landed, others are still being written."""
+        request = data.draw(st.sampled_from(self.pulling()))
+        targets = request.block_ids[request.stored_blocks :]
+        in_flight = targets[int(landed * len(targets)) :]
+        assert self.world.scheduler.finish_adoption(request.key, FinishReason.ERROR, in_flight, self.world.now)
+        self.end(request.key, "lost its holder")
+        self.writing[request.key] = in_flight
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), over=st.booleans())
+    def late_write(self, data: st.DataObject, over: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.writing)))
+        self.write_late(key, over)
+
+    # ---- requests go
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
+    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
+        request = data.draw(st.sampled_from(self.alive()))
+        self.remember_targets(request)
+        assert self.world.scheduler.finish(request.key, reason, self.world.now)
+        self.end(request.key, "cancelled")
+        assert not self.world.scheduler.finish(request.key, reason, self.world.now)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def release_handed_off(self, data: st.DataObject) -> None:
+        self.let_go(data.draw(st.sampled_from(self.held())))
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), pinned=st.booleans())
+    def change_pin(self, data: st.DataObject, pinned: bool) -> None:
+        request = data.draw(st.sampled_from(self.alive()))
+        if not pinned:
+            self.world.scheduler.unpin(request.key)
+        elif request.hand_off:
+            self.world.scheduler.pin(request.key)
+
+    @rule(seconds=st.integers(1, 4))
+    def expire(self, seconds: int) -> None:
+        self.world.now += seconds
+        for request in self.pulling():
+            if request.deadline is not None and request.deadline <= self.world.now:
+                self.remember_targets(request)
+        for key in self.world.scheduler.expire(self.world.now):
+            assert self.world.seen[key].finish_reason is FinishReason.DEADLINE
+            self.end(key, "expired")
+
+    # ---- laws
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check_integrity()
+            check_blocks(self.world)
+            assert self.world.scheduler.refused == []
+            assert self.world.pool.quarantined_blocks == sum(len(blocks) for blocks in self.writing.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for key in sorted(self.writing):
+            self.write_late(key, True)
+        # Liveness: with readers and holders that do their part, everybody ends.
+        for _ in range(400):
+            if not world.scheduler.requests:
+                break
+            self.reserve()
+            for request in self.pulling():
+                self.hand_over(request)
+            for request in self.held():
+                self.let_go(request)
+            for request in self.paused():
+                self.answer_tool(request, [1])
+            world.now += 1.0  # a batch's window ends
+            self.run_on(1)
+        assert self.gone.keys() == world.seen.keys()
+        for request in world.seen.values():
+            expected = alone(request, world.settings, world.vocab)
+            got = world.delivered[request.key]
+            if request.key in self.asked:
+                expected = got
+            assert got == expected[: len(got)]
+            if request.finish_reason in NORMAL and request.key in world.ended:
+                assert got == expected
+            ledger = request.ledger
+            total = ledger.queue_s + ledger.prefill_s + ledger.sampling_s + ledger.decode_s + ledger.preempted_s
+            total += ledger.tool_wait_s
+            assert request.finished_at is not None
+            assert 0.0 <= total <= request.finished_at - request.accepted_at + 1e-9
+            if not request.adopted and not request.hand_off:
+                assert abs(total - (request.finished_at - request.accepted_at)) < 1e-9
+        world.assert_drained()
+
+    # ---- what the other side does
+
+    def hand_over(self, request: Request, knew: bool = False) -> None:
+        """`knew`: the last output token that came with the adoption is the one that the holder sampled."""
+        world = self.world
+        if knew and request.output_ids:
+            world.pull(request, request.num_tokens - 1)
+            assert world.scheduler.activate(request.key, request.output_ids, request.num_tokens - 1, world.now)
+            return
+        world.pull(request)
+        twin = world.make(
+            request.prompt_ids,
+            request.sampling.max_tokens,
+            output=alone(request, world.settings, world.vocab)[: len(request.output_ids) + 1],
+            min_tokens=request.sampling.min_tokens,
+            ignore_eos=request.sampling.ignore_eos,
+            stop=request.sampling.stop_token_ids,
+        )
+        del world.seen[twin.key]
+        if end_reason(twin, world.settings) is not None:
+            assert world.scheduler.finish_adoption(request.key, FinishReason.HANDED_OFF, [], world.now)
+            self.end(request.key, "complete at its holder")
+        else:
+            world.activate(request)
+
+    def let_go(self, request: Request) -> None:
+        assert self.world.scheduler.release_handed_off(request.key, self.world.now)
+        self.end(request.key, "handed off")
+
+    def write_late(self, key: RequestKey, over: bool) -> None:
+        for block in self.writing[key]:
+            self.world.runner.kv[block] = [GARBAGE] * self.world.settings.block_size
+        if over:
+            assert self.world.scheduler.release_quarantine(key) == len(self.writing.pop(key))
+
+    def remember_targets(self, request: Request) -> None:
+        if request in self.pulling():
+            self.writing[request.key] = request.block_ids[request.stored_blocks :]
+
+    def answer_tool(self, request: Request, answer: list[int]) -> None:
+        room = self.world.settings.max_model_len - request.num_tokens - 1
+        if room < len(answer):
+            assert self.world.scheduler.finish(request.key, FinishReason.CANCELLED, self.world.now)
+            self.end(request.key, "no room for the tool's answer")
+            return
+        assert self.world.scheduler.resume(request.key, answer, self.world.now)
+        self.world.truth[request.key] += answer
+        self.asked.add(request.key)
+
+    def decoding(self) -> list[Request]:
+        return [r for r in self.alive() if r.state is State.DECODING]
+
+    def paused(self) -> list[Request]:
+        return [r for r in self.alive() if r.state is State.TOOL_WAIT]
+
+    def alive(self) -> list[Request]:
+        return [r for r in self.world.seen.values() if r.state is not State.FINISHED]
+
+    def pulling(self) -> list[Request]:
+        return [r for r in self.alive() if r.adopted and r.state is State.TRANSFERRING]
+
+    def held(self) -> list[Request]:
+        return [r for r in self.alive() if r.hand_off and r.state is State.TRANSFERRING]
