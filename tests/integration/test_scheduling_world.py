@@ -74,9 +74,13 @@ def test_each_pool_schedules_by_its_own_settings() -> None:
 def test_metrics_tell_what_a_scheduler_did() -> None:
     async def main() -> None:
         service = ServiceWeights(tenants={"t": 2.0})
-        # 12 blocks of 16: three requests that grow to 5 blocks each cannot all stay.
-        async with world(C, num_blocks=12, swap_bytes=128 * 64, service=service, gateway={"service": service}) as w:
-            requests = [spec([7 + i] * 20, 50, ignore_eos=True) for i in range(3)]
+        options = {"num_blocks": 12, "step_s": 0.003, "swap_bytes": 128 * 64, "service": service}
+        async with world(C, gateway={"service": service}, **options) as w:  # type: ignore[arg-type]
+            for _ in range(64):
+                w.gateway.gate.lengths.observe("", "t", "", 2, capped=False)
+            # Three that are let in for short outputs, and grow to 5 blocks of 16 each: they cannot all stay.
+            alike = (spec([7 + i] * 20, 50) for i in range(100))
+            requests = [r for r in alike if len(expected(r)) == 50][:3]
             answers = await asyncio.gather(*(w.ask(r) for r in requests))
             assert [a.tokens for a in answers] == [expected(r) for r in requests]
             await w.assert_drained()
