@@ -31,6 +31,9 @@ from router.core.placement import Mode, WorkerKey, WorkerView, choose_decode, ch
 LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed"})
 """The worker is fine, the hand-off is not: plan again, without excluding anybody."""
 
+PREEMPTED = "preempted"
+"""The worker needed the room for others, and thinks that another one takes the request sooner."""
+
 
 class FlightState(Enum):
     QUEUED = "queued"
@@ -109,6 +112,8 @@ class Flight:
     legs: list[Leg] = field(default_factory=list)
     crashed: set[WorkerKey] = field(default_factory=set)
     excluded: set[WorkerKey] = field(default_factory=set)
+    avoided: set[WorkerKey] = field(default_factory=set)
+    """Taken only when nobody else can: they gave the request up for others, and would take it again."""
     timeline: Timeline = field(default_factory=Timeline)
     disaggregated: bool = False
     prefill_worker: str = ""
@@ -129,7 +134,8 @@ class Flight:
         if self.state is not FlightState.QUEUED:
             return []
         mode = Mode.COLOCATED if self._whole_next else self.mode
-        plan = choose_plan(mode, fleet, self.excluded, self.num_tokens, turn)
+        plan = choose_plan(mode, fleet, self.excluded | self.avoided, self.num_tokens, turn)
+        plan = plan or choose_plan(mode, fleet, self.excluded, self.num_tokens, turn)
         if plan is None:
             if self._refusal is not None:
                 return self._fail(self._refusal, now)
@@ -215,6 +221,9 @@ class Flight:
             self.lease_failures += 1
             # A revoked lease means memory is short; a second failure means the lane is bad: one worker needs neither.
             self._whole_next = self._whole_next or reason == "lease_revoked" or self.lease_failures > 1
+            return self._requeue(now)
+        if reason == PREEMPTED:
+            self.avoided.add(leg.worker)
             return self._requeue(now)
         if error.code in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE):
             self.excluded.add(leg.worker)

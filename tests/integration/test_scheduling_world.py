@@ -115,6 +115,28 @@ def test_metrics_tell_what_a_scheduler_did() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("roles", [(C, C), (C,)], ids=str)
+def test_requests_given_up_for_others_end_like_all_others(roles: tuple[Role, ...]) -> None:
+    """Also where the worker's spec promises another one that is not there (any more)."""
+
+    async def main() -> None:
+        scheduling = SchedulingSpec(route_when_preempted=True, policy="decode_first")
+        options = {"num_blocks": 16, "step_s": 0.002, "scheduling": scheduling, "long_prefill_token_threshold": 2}
+        async with world(*roles, **options) as w:  # type: ignore[arg-type]
+            for worker in w.workers.values():
+                worker.scheduler._pause_s = 1.0  # who was preempted here before has waited long
+            for _ in range(64):
+                w.gateway.gate.lengths.observe("", "t", "", 2, capped=False)
+            grow = [spec([7 + i] * 10, 100) for i in range(3 * len(roles))]
+            long = [spec([40 + i] * 120, 4) for i in range(2 * len(roles))]
+            answers = await asyncio.gather(*(w.ask(r) for r in [*grow, *long]))
+            assert [a.tokens for a in answers] == [expected(r) for r in [*grow, *long]]
+            assert sum(worker.scheduler.counters["routed"] for worker in w.workers.values()) > 0
+            await w.assert_drained()
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"max_waiting_requests": 1}, "queue_full"), ({"max_reserved_kv_tokens": 300}, "reserved_kv")],

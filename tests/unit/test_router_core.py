@@ -177,6 +177,17 @@ def test_refusals_go_on_to_other_workers_then_reach_the_client() -> None:
     assert ended.error is full
 
 
+def test_a_request_that_was_given_up_for_others_goes_elsewhere_or_back_when_there_is_nobody_else() -> None:
+    given_up = HeadraceError(Code.UNAVAILABLE, "the worker needed the room for others")
+    c1 = view("c1", Role.COLOCATED)
+    for fleet, taken_by in (([C0, c1], c1), ([C0], C0)):
+        f = flight()
+        [submit] = f.place([C0], 1.0, 0)
+        assert f.failed(submit.leg, given_up, "preempted", 1.1) == []
+        [again] = f.place(fleet, 1.2, 0)
+        assert isinstance(again, SubmitTo) and again.leg.worker == taken_by.key
+
+
 def test_output_that_is_whole_needs_no_other_attempt() -> None:
     for tokens, reason in (([11, EOS], FinishReason.EOS), ([11, 12], FinishReason.LENGTH)):
         f = flight(max_tokens=2)
