@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.core.records import FinishReason
 from headrace.ids import RequestKey
 from tests.core_world import World, alone, make_settings
-from tests.scheduler_laws import check_blocks, check_plan, toy_predictor, toy_cost_s
+from tests.scheduler_laws import check_blocks, check_plan, toy_cost_s, toy_predictor
 from workers.core.limits import end_reason
 from workers.core.plan import StepPlan
 from workers.core.policies import POLICIES
