@@ -332,7 +332,7 @@ def steps_until_admitted(*, preempt: bool) -> int:
     settings = make_settings(block_size=64, max_num_batched_tokens=4_096, max_model_len=5_000, max_num_seqs=2, **EASY)
     world = World(replace(settings, long_prefill_token_threshold=4_096), num_blocks=64)
     world.submit(4, max_tokens=50)
-    low = world.submit(40 * 64 - 2, max_tokens=50, priority=1, no_cache=True)
+    low = world.submit(40 * 64 - 2, max_tokens=50, priority=9, no_cache=True)
     world.step()
     if preempt:
         world.submit(1, max_tokens=1)
@@ -350,3 +350,21 @@ def steps_until_admitted(*, preempt: bool) -> int:
 def test_preemptions_raise_the_margin_that_admissions_leave_for_a_while() -> None:
     assert steps_until_admitted(preempt=False) == 1
     assert 10 <= steps_until_admitted(preempt=True) <= 30
+
+
+@pytest.mark.parametrize(
+    ("priority", "token_ms", "pays"),
+    [(-1, 1.0, True), (0, 1.0, False), (1, 1.0, False), (-1, 100.0, False), (-5, 100.0, True)],
+)
+def test_a_waiting_prefill_of_a_higher_class_takes_a_readers_blocks_where_that_pays(
+    priority: int, token_ms: float, pays: bool
+) -> None:
+    world = World(make_settings(policy="slo_fair", class_weight_ms=1_000.0), num_blocks=20)
+    held, runs = world.submit(40, hand_off=True), world.submit(4, max_tokens=50)
+    world.step()
+    assert held.state is State.TRANSFERRING
+    world.scheduler._pace.prefill_token_s = token_ms / 1_000
+    world.submit(60, priority=priority)
+    world.step()
+    assert runs.state is State.DECODING, "this worker is not stuck: only the class speaks for it"
+    assert world.scheduler.revocable(world.now) == (held.key if pays else None)

@@ -23,7 +23,7 @@ from headrace.errors import InvariantError
 from workers.core.blocks import BlockPool
 from workers.core.policies import Pace, Policy
 from workers.core.queues import Queues
-from workers.core.request import Request
+from workers.core.request import Request, State
 from workers.core.settings import SchedulerSettings
 
 _ROUTE_MS = 5.0
@@ -127,6 +127,20 @@ class Preemption:
     def _may_leave(request: Request) -> bool:
         fresh = request.attempt <= 1 and not request.adopted and not request.resumed
         return fresh and request.num_output < _ROUTE_AFTER_TOKENS
+
+
+def choose_for_class(queues: Queues, settings: SchedulerSettings, pace: Pace) -> Request | None:
+    """A handed-off request whose blocks a waiting prefill of a higher class should have, where that pays, or None."""
+    wants = queues.lacking_blocks
+    if wants is None or wants.state is not State.WAITING:
+        return None
+
+    def pays(request: Request) -> bool:
+        again_ms = 1000.0 * request.computed_tokens * pace.prefill_token_s
+        return (request.priority - wants.priority) * settings.class_weight_ms > again_ms
+
+    lower = [request for request in queues.held.values() if request.priority > wants.priority and pays(request)]
+    return min(lower, key=lambda r: (r.pinned, r.computed_tokens, -r.arrival), default=None)
 
 
 def choose_revocable(queues: Queues) -> Request | None:

@@ -2,16 +2,7 @@
 
     plan = schedule(now)  ->  the runner computes it  ->  events = apply(plan, result, now)
 
-Packing (scheduler article, section 10), with the guards of SPEC B5:
-
-    1. decodes get room for their next token; when blocks are short somebody is preempted by cost
-    2. decode rows: all, or those whose turn it is when `max_decode_rows`, prefills' rows or their share leave fewer
-    3. started and new prefills by the policy's score, in chunks that fit the tokens and the predicted time that are
-       left; a new one after KV admission (all blocks or none), a higher class by preempting a lower one
-
-Two budgets are kept apart (B8): tokens and time of this step, and resident KV with the growth that is expected of it.
-Prefills have a share of each step's tokens that no time budget takes from them, so that no number of decodes starves
-them. Memory is optimistic: a request is admitted with blocks for what it has plus one token.
+`Selection` fills a step, `Suspension` takes blocks away for a while and gives them back, `Roster` lets in and out.
 
 Requests may end while a step is on its way: tokens that it samples for them are dropped. The caller holds one lock
 around every method, may read everything and changes nothing. It calls `reserve_adoptions` after every method that may
@@ -21,8 +12,6 @@ reference to a Request whose ledger it wants. Does not: read clocks, sample, mov
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 import numpy as np
 
 from headrace.core.fairness import ServiceCounters
@@ -30,30 +19,27 @@ from headrace.core.predictor import StepPredictor, StepShape
 from headrace.core.records import FinishReason, WorkerLoad
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
-from workers.core.batch import Bools, Ints
 from workers.core.blocks import BlockPool
 from workers.core.journal import OFF, Event, Tracing
 from workers.core.limits import end_reason
 from workers.core.packing import Flight, Packing
 from workers.core.plan import StepEvents, StepPlan, StepResult
-from workers.core.preemption import choose_revocable, require
+from workers.core.preemption import choose_for_class, choose_revocable
 from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
+from workers.core.selection import Selection
 from workers.core.settings import Batching, SchedulerSettings
 from workers.core.stages import Stage
-from workers.core.suspension import Suspension
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 _PACE_STEPS = 32
 """Steps between looks at how fast work goes."""
 _PACE_TOKENS = 256
-_STATIC_WINDOWS = 10
-"""Windows without an arrival after which static batching stops waiting for a full batch."""
 _UNLEARNED_STEPS = 8
 
 
-class Scheduler(Suspension):
+class Scheduler(Selection):
     def __init__(
         self,
         settings: SchedulerSettings,
@@ -63,15 +49,10 @@ class Scheduler(Suspension):
         service: ServiceCounters | None = None,
         tracing: Tracing = OFF,
     ) -> None:
-        super().__init__(settings, pool, cache, service or ServiceCounters(), tracing)
-        self._predictor = predictor
+        super().__init__(settings, pool, cache, predictor, service or ServiceCounters(), tracing)
         self._steps = 0
         self._step_s = 0.0
-        self._floor = 0.0
-        self._joining = 0
         self._unlearned: list[tuple[StepShape, float]] = []
-        self._blocked = False
-        """The last new prefill lacked blocks or a row."""
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Raises InvariantError when one is on its way."""
@@ -79,12 +60,7 @@ class Scheduler(Suspension):
             raise InvariantError("a step is already on its way")
         if len(self._unlearned) >= _UNLEARNED_STEPS:
             self.learn()
-        self._refuse_lost(now)
-        self._make_room_for_class(now)
-        packing = Packing(self._steps, self._settings, self._predictor, self._floor_tokens())
-        self._pack_decodes(packing, now)
-        self._pack_prefills(packing, now)
-        packing.plan.swap_out = self._take_swap_out()
+        packing = self._select(self._steps, now)
         if not packing.num_rows and not packing.plan.swap_out:
             return None
         self._steps += 1
@@ -159,8 +135,15 @@ class Scheduler(Suspension):
         return max(now, self._opens_at())
 
     def revocable(self, now: float) -> RequestKey | None:
-        """Whose reader to revoke, when nothing else can ever free blocks. Ask when `schedule` has given None."""
-        request = None if self._flight is not None else choose_revocable(self._queues)
+        """Whose reader to revoke: when nothing else can ever free blocks, or for a prefill of a higher class.
+
+        Ask when `schedule` has given None, and now and then while it does not.
+        """
+        request = None
+        if self._policy.terms.by_class:
+            request = choose_for_class(self._queues, self._settings, self._pace)
+        if request is None and self._flight is None:
+            request = choose_revocable(self._queues)
         return None if request is None else request.key
 
     def load(self, submit_seq: int, now: float) -> WorkerLoad:
@@ -186,252 +169,6 @@ class Scheduler(Suspension):
             "cached_tokens_hit": self._residency.cached_tokens_hit,
             "evictions": self._pool.evictions,
         }
-
-    # ---- before packing
-
-    def _refuse_lost(self, now: float) -> None:
-        """B7: what cannot meet its deadline any more makes room at once, before it has cost anything.
-
-        Not while nobody computes: there is nobody to make room for, and only steps can mend a pace of worse times.
-        """
-        if not self._queues.num_computing:
-            return
-        for request in self._queues.line.lost(now):
-            if self._settings.lost_deadline == "reject":
-                self.counters["deadline_lost"] += 1
-                self.refused.append((request.key, "deadline_lost"))
-                if request.traced:
-                    self._journal.note(Event.DEADLINE_LOST, request, now)
-                self._end(request, FinishReason.DEADLINE, now)
-            else:
-                request.late = True
-
-    def _make_room_for_class(self, now: float) -> None:
-        """B9: the next prefill preempts lower classes for blocks or a row that it lacks, if that is enough for it."""
-        if len(self._classes) < 2 or not self._policy.terms.by_class or self._settings.batching != Batching.CONTINUOUS:
-            return
-        request = self._next_new(now)
-        if request is None or request.late:
-            return
-        lower = [r for r in self._computing() if r.priority > request.priority and not r.pinned]
-        lacks_row = self._queues.num_computing >= self._settings.max_num_seqs
-        if not lower or not (lacks_row or self._residency.lacking(request, self._spare_blocks())):
-            return
-        freed = sum(1 for r in lower for block in r.block_ids if self._pool.refs(block) == 1)
-        if self._residency.lacking(request, self._spare_blocks()) > freed:
-            return
-        while lower and (lacks_row or self._residency.lacking(request, self._spare_blocks())):
-            victim = self._choose_victim(lower, request, now)
-            if victim is None:
-                return
-            self._preempt(victim, now)
-            lower.remove(victim)
-            lacks_row = self._queues.num_computing >= self._settings.max_num_seqs
-
-    def _floor_tokens(self) -> int:
-        """Prompt tokens that the next step computes whatever its time budget says: `min_prefill_share`, saved up.
-
-        Nothing is saved for prefills that wait for blocks or rows: decodes are what they wait for.
-        """
-        queues, most = self._queues, self._settings.max_num_batched_tokens
-        share = self._settings.min_prefill_share * most
-        if not queues.prefilling and (self._blocked or not (queues.line or queues.preempted)):
-            self._floor = 0.0
-            return 0
-        self._floor = min(self._floor + share, max(2 * share, self._settings.block_size), most)
-        return int(self._floor)
-
-    # ---- decodes
-
-    def _pack_decodes(self, packing: Packing, now: float) -> None:
-        batch = self._batch
-        rows = self._choose_rows(packing, now)
-        short = np.flatnonzero(batch.num_tokens[rows] > batch.capacity[rows])
-        if len(short):
-            places = short if isinstance(rows, slice) else rows[short]
-            blocks = self._pool.alloc(len(short))
-            if blocks is not None:
-                batch.grow(places, blocks)
-            else:
-                rows = self._make_room(rows, places, now)
-        packing.add_decodes(batch, rows, now)
-
-    def _make_room(self, rows: slice | Ints, places: Ints, now: float) -> slice | Ints:
-        """Blocks are short for some of the rows: somebody is preempted. Returns the rows that are left."""
-        batch = self._batch
-        chosen = batch.requests[:] if isinstance(rows, slice) else [batch.requests[i] for i in rows]
-        for request in [batch.requests[i] for i in places]:
-            self._grow(request, now)
-        if isinstance(rows, slice):
-            return slice(0, len(batch))
-        return np.asarray([r.row for r in chosen if r.state is State.DECODING], np.int64)
-
-    def _grow(self, request: Request, now: float) -> None:
-        """Room for the request's next token; somebody may be preempted for it, perhaps itself."""
-        while request.state is State.DECODING and not self._residency.grow(request):
-            self._preempt(require(self._choose_victim(self._computing(), request, now)), now)
-        if request.state is State.DECODING:
-            self._batch.capacity[request.row] = len(request.block_ids) * self._settings.block_size
-
-    def _choose_rows(self, packing: Packing, now: float) -> slice | Ints:
-        """All rows of the batch, or those whose turn it is.
-
-        Rows of started prefills are kept free: better a decode that waits for a row than a prefill that starves.
-        """
-        settings, batch = self._settings, self._batch
-        count = len(batch)
-        hard = settings.max_num_seqs - len(self._queues.prefilling)
-        limit = min(hard, settings.max_decode_rows or hard)
-        if not self._policy.terms.decodes_first:
-            limit = min(limit, self._rows_by_arrival(packing))
-        elif packing.floor_left:
-            limit = min(limit, settings.max_num_batched_tokens - self._tokens_before_decodes(packing))
-        if count <= limit:
-            return slice(0, count)
-        overdue = np.zeros(count, np.bool_)
-        if settings.next_token_deadline_s:
-            overdue = now - batch.scheduled_at[:count] >= settings.next_token_deadline_s
-            limit = max(limit, min(hard, int(overdue.sum())))
-        order = self._turns(overdue)[: max(min(1, hard), limit)]
-        order.sort()
-        return order
-
-    def _tokens_before_decodes(self, packing: Packing) -> int:
-        """Tokens of the step that prefills have before decodes."""
-        started = sum(min(r.uncomputed_tokens, packing.chunk_limit()) for r in self._queues.prefilling)
-        return min(packing.floor_left, started + self._queues.waiting_tokens)
-
-    def _rows_by_arrival(self, packing: Packing) -> int:
-        """How many decodes come before the step's tokens are gone, when started prefills share their order."""
-        left = self._settings.max_num_batched_tokens
-        arrivals = sorted(request.arrival for request in self._batch.requests)
-        for request in self._queues.prefilling:
-            before = bisect_left(arrivals, request.arrival)
-            left = max(min(before, left), left - min(request.uncomputed_tokens, packing.chunk_limit()))
-        return left
-
-    def _turns(self, overdue: Bools) -> Ints:
-        """Rows of the batch in the order in which they get a place in a step that has too few."""
-        batch, terms = self._batch, self._policy.terms
-        count = len(batch)
-        since = batch.scheduled_at[:count]
-        arrival = np.fromiter((r.arrival for r in batch.requests), np.int64, count)
-        if not terms.decodes_first:
-            return np.argsort(arrival, kind="stable")
-        rank = np.zeros(count, np.int64)
-        if terms.level:
-            for request in batch.requests:
-                self._sink(request, 1)
-            rank = np.fromiter((r.level for r in batch.requests), np.int64, count)
-        elif terms.by_class:
-            rank = np.fromiter((r.rank for r in batch.requests), np.int64, count)
-        elif terms.urgency:
-            due = np.fromiter(map(self._policy.due_at, batch.requests), np.float64, count)
-            return np.lexsort((arrival, due, ~overdue))
-        return np.lexsort((arrival, since, rank, ~overdue))
-
-    # ---- prefills
-
-    def _pack_prefills(self, packing: Packing, now: float) -> None:
-        """Started ones and new ones by score; started ones first where the policy has no score."""
-        queues, policy = self._queues, self._policy
-        started = list(queues.prefilling)
-        if policy.reorders:
-            started.sort(key=lambda r: (-policy.total(r, now), r.arrival))
-        new = self._next_new(now)
-        self._blocked = new is None
-        queues.lacking_blocks = None
-        position = 0
-        while not packing.full:
-            head = started[position] if position < len(started) else None
-            if head is None and new is None:
-                break
-            if head is not None and (new is None or not policy.reorders or self._before(head, new, now)):
-                position += 1
-                if policy.reorders and len(started) > 1:
-                    head.priority_reason = policy.reason(head, queues.prefilling[0], now)
-                if num_tokens := packing.chunk(head):
-                    self._add_chunk(packing, head, num_tokens)
-                continue
-            if new is None or not self._start(packing, new, now):
-                new = None
-                continue
-            new = self._next_new(now)
-
-    def _before(self, head: Request, new: Request, now: float) -> bool:
-        return self._policy.total(head, now) >= self._policy.total(new, now)
-
-    def _next_new(self, now: float) -> Request | None:
-        """Who starts next: preempted requests before others of their class, and nobody before an older adoption."""
-        queues, policy = self._queues, self._policy
-        best = queues.line.best(now) if self._may_join(now) else None
-        if best is not None and queues.adoption_before(best):
-            best = None
-        if not queues.preempted:
-            return best
-        back = queues.preempted[0]
-        if policy.reorders:
-            back = max(queues.preempted, key=lambda r: (policy.total(r, now), -r.arrival))
-        higher = policy.terms.by_class and best is not None and best.priority < back.priority and not best.late
-        return best if higher else back
-
-    def _start(self, packing: Packing, request: Request, now: float) -> bool:
-        """KV admission and the first chunk; False and no change when rows, blocks, tokens or time do not allow it."""
-        self._blocked = self._queues.num_computing >= self._settings.max_num_seqs
-        if self._blocked or not packing.chunk(request):
-            return False
-        line = self._queues.line
-        is_alone = request.state is State.WAITING and len(line) == 1
-        first = None if is_alone else line.first()
-        copy = self._valid_copy(request)
-        self._blocked = not self._residency.admit(request, self._spare_blocks())
-        if self._blocked:
-            self._queues.lacking_blocks = request
-            return False
-        request.priority_reason = self._policy.reason(request, first, now) if first is not None else "arrival"
-        if request.state is State.WAITING:
-            request.ledger.cached_tokens = request.computed_tokens
-            self.service.charge_input(request.tenant_index, 0, request.computed_tokens)
-            self._joining = max(0, self._joining - 1)
-        else:
-            self._returned(request, now)
-        if copy is not None:
-            self._swap_in(packing, request, copy, now)
-        self._queues.move(request, State.PREFILLING, now)
-        # What the cache or the host gave back may have made the chunk smaller, never larger than was asked for.
-        self._add_chunk(packing, request, max(1, packing.chunk(request)))
-        return True
-
-    def _add_chunk(self, packing: Packing, request: Request, num_tokens: int) -> None:
-        over = packing.floor_left
-        packing.add_prefill(request, num_tokens)
-        self._floor -= over - packing.floor_left
-        self.service.charge_input(request.tenant_index, num_tokens)
-        if self._policy.terms.level:
-            self._sink(request, num_tokens)
-
-    def _sink(self, request: Request, num_tokens: int) -> None:
-        """A feedback queue's rule: down a level when the quantum is used up."""
-        while request.service_tokens + num_tokens > self._policy.level_end(request.level):
-            request.level += 1
-
-    def _may_join(self, now: float) -> bool:
-        """Always, in continuous batching; else while a batch is open, and a batch opens when the last one has ended."""
-        if self._settings.batching == Batching.CONTINUOUS:
-            return True
-        queues = self._queues
-        if not queues.num_computing and not queues.preempted and queues.line:
-            full = len(queues.line) >= self._settings.max_num_seqs
-            if full or now >= self._opens_at():
-                self._joining = min(len(queues.line), self._settings.max_num_seqs)
-        return self._joining > 0
-
-    def _opens_at(self) -> float:
-        """When a batch begins although it is not full; somebody waits."""
-        window_s, waiting = self._settings.batch_window_s, self._queues.line.requests.values()
-        if self._settings.batching == Batching.STATIC:
-            return next(reversed(waiting)).accepted_at + _STATIC_WINDOWS * window_s
-        return next(iter(waiting)).accepted_at + window_s
 
     # ---- when a step is planned, and when it is over
 
@@ -546,13 +283,3 @@ class Scheduler(Suspension):
         self._pace.prefill_token_s = predictor.predict_s(chunk) / _PACE_TOKENS
         self._pace.decode_token_s = predictor.predict_s(decodes)
         self._pace.known = True
-
-    def _choose_victim(self, candidates: list[Request], wanted_by: Request, now: float) -> Request | None:
-        """Whose blocks go; those of paused requests before all others."""
-        idle = [r for r in self._queues.paused.values() if r.block_ids and r.priority >= wanted_by.priority]
-        if idle:
-            return max(idle, key=lambda r: (len(r.block_ids), r.arrival))
-        return self._preemption.choose_victim(candidates, wanted_by, self._host.free_blocks, self._pause_s, now)
-
-    def _computing(self) -> list[Request]:
-        return [*self._queues.prefilling, *(r for r in self._batch.requests if r.state is State.DECODING)]
