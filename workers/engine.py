@@ -26,6 +26,9 @@ from workers.step_stats import StepStats
 
 log = logging.getLogger("headrace.workers.engine")
 
+IDLE_S = 0.2
+MIN_WAIT_S = 0.001
+"""A batch that is due and does not begin (blocks are short) must not keep a core busy."""
 WATCHDOG_FLOOR_S = 60.0
 WATCHDOG_STEPS = 50
 """A step may last this many times the longest one so far before the engine counts as hung."""
@@ -136,6 +139,12 @@ class Engine:
         """The watchdog's verdict: far beyond any step seen, and never before a minute (DESIGN law 9)."""
         return self.step_age_s > max(WATCHDOG_FLOOR_S, WATCHDOG_STEPS * self._longest_step_s)
 
+    def _patience_s(self) -> float:
+        """How long to wait for a wake-up: not beyond the instant at which a batch begins by itself."""
+        now = self._clock()
+        look = self._scheduler.next_look(now)
+        return IDLE_S if look is None else min(IDLE_S, max(look - now, MIN_WAIT_S))
+
     def _main(self) -> None:
         try:
             while not self._stopping:
@@ -143,7 +152,7 @@ class Engine:
                     with self.lock:
                         # Somebody may have woken it since it planned: telling lets the event loop run.
                         if not (self._stopping or self._woken):
-                            self._wake.wait(timeout=0.2)
+                            self._wake.wait(timeout=self._patience_s())
             self._tell()
         except Exception:
             log.exception("engine_broken steps=%d", self.steps)

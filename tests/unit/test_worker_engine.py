@@ -20,6 +20,7 @@ class _Scheduler:
         self.calls: list[str] = []
         self.started: list[RequestKey] = []
         self.predicted_s = 0.5
+        self.look_s: float | None = None
         self.refused: list[tuple[RequestKey, str]] = []
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -28,6 +29,9 @@ class _Scheduler:
             return None
         self.work -= 1
         return StepPlan(0)
+
+    def next_look(self, now: float) -> float | None:
+        return None if self.look_s is None else now + self.look_s
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
         self.calls.append("apply")
@@ -95,3 +99,12 @@ def test_a_wake_while_the_last_events_are_told_is_not_lost() -> None:
     # Each lost wake-up would cost the waiting time of 0.2 s.
     assert ended.wait(timeout=rounds * 0.1)
     engine.stop()
+
+
+def test_a_worker_that_waits_looks_again_when_a_batch_is_to_begin() -> None:
+    """Nobody wakes it then: the window of a batch ends by itself."""
+    engine, scheduler, _ = _engine(0)
+    waits = []
+    for scheduler.look_s in (None, 0.05, 5.0, -1.0):
+        waits.append(round(engine._patience_s(), 3))
+    assert waits == [0.2, 0.05, 0.2, 0.001]
