@@ -6,6 +6,7 @@ python -m workers.main < spec.json     one line of WorkerSpec in, one line of Wo
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -41,6 +42,10 @@ IDLE_TICKS = 10
 SWITCH_INTERVAL_S = 0.001
 """How long the event loop's thread may keep the interpreter from an engine thread whose kernels are done, or the other
 way round. Python's own 5 ms is a twentieth of a step."""
+GC_THRESHOLDS = (10_000, 50, 1_000_000)
+"""Young objects are collected as usual; everything only when idle: it walks all requests, for longer than a step."""
+COLLECT_EVERY_S = 600.0
+"""And at least so often, for a worker that is never idle."""
 EXIT_HUNG = 71
 EXIT_QUARANTINE = 72
 
@@ -148,6 +153,9 @@ class Worker:
         rpc.add_WorkerServicer_to_server(self.service, self._server)
         if self._events is not None:
             self._events.start()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         self.engine.start()
         await self._server.start()
         self._monitor_task = asyncio.create_task(self._monitor(layout.block_bytes))
@@ -191,12 +199,16 @@ class Worker:
     async def _monitor(self, block_bytes: int) -> None:
         """Deadlines and stuck readers; and the three reasons for a worker to end itself (DESIGN laws 3, 8, 9)."""
         cap, idle_ticks = self.spec.quarantine_cap_bytes, 0
+        collect_at = time.monotonic() + COLLECT_EVERY_S
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.tick()
             if self._events is not None:
                 self.hub.counters.update(self._events.counters)
             idle_ticks = 0 if self.hub.live_requests else idle_ticks + 1
+            if idle_ticks == IDLE_TICKS or time.monotonic() > collect_at:
+                gc.collect()
+                collect_at = time.monotonic() + COLLECT_EVERY_S
             if idle_ticks == IDLE_TICKS:
                 with self.engine.lock:
                     self.scheduler.check_integrity()
