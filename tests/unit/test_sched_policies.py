@@ -255,6 +255,7 @@ def test_a_lost_request_never_delays_one_that_will_be_in_time() -> None:
         assert in_time.finish_reason is FinishReason.LENGTH
         assert in_time.finished_at is not None and in_time.deadline is not None
         assert in_time.finished_at <= in_time.deadline
+        assert in_time.preemptions == 0
         reasons = {request.finish_reason for request in lost}
         assert reasons == {FinishReason.DEADLINE if lost_deadline == "reject" else FinishReason.LENGTH}
         world.assert_drained()

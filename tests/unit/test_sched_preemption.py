@@ -60,6 +60,7 @@ def test_nobody_is_preempted_for_a_waiter_of_its_own_class_or_a_lower_one(
     running = world.submit(30, max_tokens=12)
     world.step()
     waiting = world.submit(20, max_tokens=4, priority=priority)
+    world.submit(20, max_tokens=1, priority=7)
     while running.state is State.DECODING:
         assert waiting.state is State.WAITING
         world.step()
@@ -141,7 +142,7 @@ def test_with_equal_costs_the_latest_arrival_goes_and_the_eldest_never() -> None
     eldest, middle, latest = (a.holder() for _ in range(3))
     assert a.victim(eldest, middle, latest) is latest
     # Not even when all costs speak for it.
-    costly = [a.holder(deadline=0.1), a.holder(deadline=0.1)]
+    costly = [a.holder(deadline=1.6), a.holder(deadline=1.6)]
     assert a.victim(eldest, *costly) is not eldest
 
 
@@ -187,12 +188,21 @@ def test_who_is_nearly_finished_stays() -> None:
 
 def test_the_lowest_class_goes_whatever_the_costs() -> None:
     a = stage()
-    eldest, low, equal = a.holder(), a.holder(priority=1, output=20, max_tokens=22, deadline=1.0), a.holder()
+    eldest, low, equal = a.holder(), a.holder(priority=1, output=20, max_tokens=22, deadline=0.2), a.holder()
     assert a.victim(eldest, equal, low) is low
     high = a.holder(priority=-1)
     assert a.victim(eldest, high, eldest) is eldest
     assert a.preemption.choose_victim([high], eldest, 0, 0.0, 0.0) is None
     assert a.preemption.choose_victim([eldest], high, 0, 0.0, 0.0) is eldest
+
+
+def test_who_has_a_reader_is_no_candidate() -> None:
+    a = stage()
+    eldest, free, read = a.holder(), a.holder(), a.holder()
+    assert a.victim(eldest, free, read) is read
+    read.pinned = True
+    assert a.victim(eldest, free, read) is free
+    assert a.preemption.choose_victim([read], eldest, 0, 0.0, 0.0) is None
 
 
 def test_who_has_just_come_back_stays_until_it_has_made_progress() -> None:
