@@ -8,6 +8,8 @@ python -m bench compare --server ours=http://127.0.0.1:8000 --server other=http:
                                         the same bursts to each server in turn, paired ratios
 python -m bench schedule [batching|chunks|budget|fairness|all]
                                         the iteration scheduler in virtual time, on a model of a CPU and of a GPU
+python -m bench longprompt [--mix]      what a long prompt does to those who decode, on the real model: the longest gap
+                                        between tokens; with --mix random arrivals under an ITL target
 python -m bench schedule host           what one iteration of it costs this machine, in real time
 """
 
@@ -58,6 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--rows", type=int, nargs="+", default=[32, 64, 256], help="host: rows that decode")
     plan.add_argument("--waiting", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="host: queue lengths")
     plan.add_argument("--policy", help="host: instead of the scheduler's default")
+    long = commands.add_parser("longprompt")
+    long.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    long.add_argument("--prompt", type=int, default=6000, help="tokens of the long prompt")
+    long.add_argument("--decodes", type=int, default=8, help="requests that decode all the time")
+    long.add_argument("--rounds", type=int, default=3)
+    long.add_argument("--itl-target-ms", type=float, default=250.0, help="time budget of a step with decodes")
+    long.add_argument("--itl-quantile", type=float, default=0.95, help="share of steps that should stay inside it")
+    long.add_argument("--mix", action="store_true", help="random arrivals instead of one prompt")
+    long.add_argument("--seconds", type=float, default=60.0, help="mix: length of a trial")
+    long.add_argument("--rate", type=float, default=0.3, help="mix: arrivals a second")
     return parser
 
 
@@ -77,6 +89,11 @@ def main() -> None:
 
         options = {key: value for key, value in vars(args).items() if key != "name"}
         engine.run(**options)
+    elif args.name == "longprompt":
+        from bench import longprompt
+
+        options = {key: value for key, value in vars(args).items() if key != "name"}
+        longprompt.run(**options)
     elif args.name == "compare":
         from bench import compare
 
