@@ -85,6 +85,52 @@ def test_blocks_of_a_paused_request_go_before_those_of_a_running_one() -> None:
     world.assert_drained()
 
 
+@pytest.mark.parametrize("host_blocks", [0, 8])
+@pytest.mark.parametrize("adopted", [False, True])
+def test_blocks_of_a_paused_request_let_others_in(adopted: bool, host_blocks: int) -> None:
+    """A tool may never answer: whoever came meanwhile would have waited for it, with nothing else to run."""
+    world = World(make_settings(host_blocks=host_blocks), num_blocks=8)
+    paused = world.submit(17, max_tokens=12)
+    world.step()
+    world.step()
+    world.scheduler.pause(paused.key, Keep.KEEP, world.now)
+    other = world.adopt(15, max_tokens=8) if adopted else world.submit(15, max_tokens=8)
+    for _ in range(3):
+        world.step()
+    if adopted:
+        assert other.state is State.TRANSFERRING
+        world.pull(other)
+        world.activate(other)
+    world.run()
+    assert other.state is State.FINISHED
+    assert (paused.state, paused.block_ids) == (State.TOOL_WAIT, [])
+    assert (paused.host is not None) == bool(host_blocks)
+    answered(world, paused, [1, 2])
+    world.run()
+    world.assert_drained()
+
+
+def test_a_higher_class_takes_a_row_beside_a_paused_request() -> None:
+    """Old fault: the paused request was chosen for a row, which it does not have, and the engine ended."""
+    world = World(make_settings(policy="slo_fair", max_num_seqs=2))
+    paused, *running = [world.submit(8, max_tokens=20) for _ in range(3)]
+    world.step()
+    world.step()
+    world.scheduler.pause(paused.key, Keep.KEEP, world.now)
+    world.step()
+    assert [r.state for r in running] == [State.DECODING, State.DECODING]
+    first = world.make(8, max_tokens=5)
+    first.priority = -1
+    assert world.scheduler.submit(first, world.now) is None
+    world.step()
+    assert first.state is State.DECODING
+    assert sorted(r.state for r in running) == [State.DECODING, State.PREEMPTED]
+    assert paused.block_ids, "no block was lacking"
+    answered(world, paused, [1])
+    world.run()
+    world.assert_drained()
+
+
 @pytest.mark.parametrize("keep", Keep)
 def test_a_paused_request_can_be_cancelled_or_expire(keep: Keep) -> None:
     world = World(make_settings(host_blocks=8))

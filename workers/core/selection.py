@@ -97,11 +97,13 @@ class Selection(Suspension):
         if self._residency.lacking(request, self._spare_blocks()) > freed:
             return
         while lower and (lacks_row or self._residency.lacking(request, self._spare_blocks())):
-            victim = self._choose_victim(lower, request, now)
-            if victim is None or not self._pays(victim, request):
+            for_row = not self._residency.lacking(request, self._spare_blocks())
+            victim = self._choose_victim(lower, request, now, for_row=for_row)
+            if victim is None or (victim in lower and not self._pays(victim, request)):
                 return
             self._preempt(victim, now)
-            lower.remove(victim)
+            if victim in lower:  # else it was paused
+                lower.remove(victim)
             lacks_row = self._queues.num_computing >= self._settings.max_num_seqs
 
     def _pays(self, victim: Request, request: Request) -> bool:
@@ -265,6 +267,8 @@ class Selection(Suspension):
         is_alone = request.state is State.WAITING and len(line) == 1
         first = None if is_alone else line.first()
         copy = self._valid_copy(request)
+        for idle in self._idle_holders(request):
+            self._preempt(idle, now)
         self._blocked = not self._residency.admit(request, self._spare_blocks())
         if self._blocked:
             self._queues.lacking_blocks = request
@@ -314,9 +318,12 @@ class Selection(Suspension):
             return next(reversed(waiting)).accepted_at + _STATIC_WINDOWS * window_s
         return next(iter(waiting)).accepted_at + window_s
 
-    def _choose_victim(self, candidates: list[Request], wanted_by: Request, now: float) -> Request | None:
-        """Whose blocks go; those of paused requests before all others."""
-        idle = [r for r in self._queues.paused.values() if r.block_ids and r.priority >= wanted_by.priority]
+    def _choose_victim(
+        self, candidates: list[Request], wanted_by: Request, now: float, *, for_row: bool = False
+    ) -> Request | None:
+        """Whose blocks go; those of paused requests before all others, but those have no row to give."""
+        paused = [] if for_row else self._queues.paused.values()
+        idle = [r for r in paused if r.block_ids and r.priority >= wanted_by.priority]
         if idle:
             return max(idle, key=lambda r: (len(r.block_ids), r.arrival))
         return self._preemption.choose_victim(candidates, wanted_by, self._host.free_blocks, self._pause_s, now)

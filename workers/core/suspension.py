@@ -72,6 +72,29 @@ class Suspension(Roster):
         self._queues.move(request, State.PREEMPTED, now)
         return True
 
+    def reserve_adoptions(self, now: float) -> list[RequestKey]:
+        """As in Roster. Blocks of paused requests come from the next step, or at once when there is no copy to make."""
+        head = self._queues.next_adoption()
+        for idle in [] if head is None else self._idle_holders(head):
+            if len(idle.block_ids) > self._host.free_blocks:
+                self._vacate(idle)
+            elif idle not in self._to_offload:
+                self._to_offload.append(idle)
+        return super().reserve_adoptions(now)
+
+    def _idle_holders(self, wanted_by: Request) -> list[Request]:
+        """Paused requests whose blocks `wanted_by` lacks to start, the largest first; none when all are too few."""
+        if not self._queues.paused:
+            return []
+        lacking = self._residency.lacking(wanted_by, self._spare_blocks())
+        idle = [r for r in self._queues.paused.values() if r.block_ids and r.priority >= wanted_by.priority]
+        idle.sort(key=lambda r: (-len(r.block_ids), r.arrival))
+        freed, chosen = 0, 0
+        while freed < lacking and chosen < len(idle):
+            freed += sum(1 for block in idle[chosen].block_ids if self._pool.refs(block) == 1)
+            chosen += 1
+        return idle[:chosen] if freed >= lacking else []
+
     def _pause_wanted(self, now: float) -> None:
         wanted, self._to_pause = self._to_pause, []
         for request, keep in wanted:
