@@ -74,9 +74,10 @@ class ServiceCounters:
 
     def leave(self, index: int) -> None:
         """One request less."""
-        self._floor = self.lowest()
+        if self._live[index] == 1:
+            self._floor = self.lowest()
+            self._changed(index)
         self._live[index] -= 1
-        self._changed(index)
         if len(self._index) - len(self._free) > self._max_idle and self._live[index] == 0:
             self._forget_idle()
 

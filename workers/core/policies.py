@@ -120,8 +120,8 @@ class Policy:
         """The priority: the sum of `score`'s terms."""
         terms, settings = self.terms, self._settings
         total = self._age_ms_per_s * (now - request.accepted_at)
-        if terms.by_class:
-            total -= request.rank * settings.class_weight_ms
+        if terms.by_class and (rank := request.rank):
+            total -= rank * settings.class_weight_ms
         if terms.urgency:
             total += self._urgency_ms(request, now)
         if terms.cost:
@@ -222,8 +222,9 @@ class Policy:
         return 1000.0 * (horizon - slack) if 0 <= slack < horizon else 0.0
 
     def _nearly_complete(self, request: Request) -> bool:
-        started = request.state is State.PREFILLING and request.computed_tokens > 0
-        return started and request.uncomputed_tokens <= self._settings.long_prefill_token_threshold
+        if request.state is not State.PREFILLING or not request.computed_tokens:
+            return False
+        return request.uncomputed_tokens <= self._settings.long_prefill_token_threshold
 
     def _debt_ms(self, request: Request) -> float:
         """How far the tenant is ahead of the one furthest behind."""

@@ -30,10 +30,7 @@ class Residency:
 
     def lacking(self, request: Request, spare_blocks: int) -> int:
         """Blocks that are missing before `admit` succeeds; 0: none."""
-        matched = self._match_for(request)
-        need = self._pool.blocks_for(admission_tokens(request)) - len(matched)
-        idle = sum(1 for block in matched if self._pool.refs(block) == 0)
-        return max(0, need + idle + spare_blocks - self._pool.available_blocks)
+        return self._lacking(request, self._match_for(request), spare_blocks)
 
     def admit(self, request: Request, spare_blocks: int) -> bool:
         """Take all blocks the request needs to start, sharing what the cache has now; False and no change when too few.
@@ -42,9 +39,9 @@ class Residency:
         logits; but an adoption without output yet will be handed one more token, which then is the last.
         Sets block_ids, stored_blocks and computed_tokens.
         """
-        if self.lacking(request, spare_blocks):
-            return False
         matched = self._match_for(request)
+        if self._lacking(request, matched, spare_blocks):
+            return False
         self._pool.incref(matched)
         blocks = self._pool.alloc(self._pool.blocks_for(admission_tokens(request)) - len(matched))
         if blocks is None:
@@ -104,6 +101,11 @@ class Residency:
         request.block_ids = []
         request.stored_blocks = 0
         request.computed_tokens = 0
+
+    def _lacking(self, request: Request, matched: Sequence[int], spare_blocks: int) -> int:
+        need = self._pool.blocks_for(admission_tokens(request)) - len(matched)
+        idle = sum(1 for block in matched if self._pool.refs(block) == 0)
+        return max(0, need + idle + spare_blocks - self._pool.available_blocks)
 
     def _match_for(self, request: Request) -> list[int]:
         handed_one_more = request.adopted and not request.num_output

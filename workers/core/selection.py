@@ -221,9 +221,9 @@ class Selection(Suspension):
         started = list(queues.prefilling)
         if policy.reorders:
             started.sort(key=lambda r: (-policy.total(r, now), r.arrival))
-        new = self._next_new(now)
-        self._blocked = new is None
         queues.lacking_blocks = None
+        new = self._next_with_row(now)
+        self._blocked = new is None
         position = 0
         while not packing.full:
             head = started[position] if position < len(started) else None
@@ -239,7 +239,14 @@ class Selection(Suspension):
             if new is None or not self._start(packing, new, now):
                 new = None
                 continue
-            new = self._next_new(now)
+            new = self._next_with_row(now)
+
+    def _next_with_row(self, now: float) -> Request | None:
+        """`_next_new`, which is not asked in vain: without a free row nobody starts."""
+        if self._queues.num_computing < self._settings.max_num_seqs:
+            return self._next_new(now)
+        self._blocked = True
+        return None
 
     def _before(self, head: Request, new: Request, now: float) -> bool:
         return self._policy.total(head, now) >= self._policy.total(new, now)
@@ -259,9 +266,8 @@ class Selection(Suspension):
         return best if higher else back
 
     def _start(self, packing: Packing, request: Request, now: float) -> bool:
-        """KV admission and the first chunk; False and no change when rows, blocks, tokens or time do not allow it."""
-        self._blocked = self._queues.num_computing >= self._settings.max_num_seqs
-        if self._blocked or not packing.chunk(request):
+        """KV admission and the first chunk; False and no change when blocks, tokens or time do not allow it."""
+        if not packing.chunk(request):
             return False
         line = self._queues.line
         is_alone = request.state is State.WAITING and len(line) == 1
