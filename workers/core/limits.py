@@ -8,18 +8,20 @@ from workers.core.request import Request
 from workers.core.settings import SchedulerSettings
 
 
-def refusal(request: Request, settings: SchedulerSettings, num_blocks: int) -> Rejected | None:
+def refusal(request: Request, settings: SchedulerSettings, num_blocks: int, more_tokens: int = 0) -> Rejected | None:
     """Why the request can never run here, whatever ends before it; retry_after_s is 0: waiting does not help.
 
+    more_tokens: input that a tool is about to add.
     empty_prompt | complete (nothing left to generate) | too_long (max_model_len) | too_large (for the whole pool)
     """
     if not request.prompt_ids:
         return Rejected("empty_prompt", 0.0)
     if request.reserved_output_tokens == 0:
         return Rejected("complete", 0.0)
-    if request.num_tokens >= settings.max_model_len:
+    if request.num_tokens + more_tokens >= settings.max_model_len:
         return Rejected("too_long", 0.0)
-    if -(-peak_tokens(request, settings) // settings.block_size) > num_blocks:
+    peak = min(peak_tokens(request, settings) + more_tokens, settings.max_model_len)
+    if -(-peak // settings.block_size) > num_blocks:
         return Rejected("too_large", 0.0)
     return None
 

@@ -94,7 +94,7 @@ class Packing:
             for index, place in enumerate(range(count) if isinstance(rows, slice) else rows.tolist()):
                 if plan.sampling[index].needs_history:
                     request = batch.requests[place]
-                    plan.histories[index], plan.prompt_lens[index] = request.token_ids, len(request.prompt_ids)
+                    plan.histories[index], plan.prompt_lens[index] = request.history, request.num_input
         plan.num_decode_rows = count
         batch.scheduled_at[rows] = now
         self.decode_rows = rows
@@ -146,8 +146,8 @@ class Packing:
         plan.samples.append(samples)
         plan.sampling.append(request.sampling)
         plan.banned.append(banned_ids(request, self._settings) if samples else ())
-        plan.histories.append(request.token_ids if samples and request.sampling.needs_history else None)
-        plan.prompt_lens.append(len(request.prompt_ids))
+        plan.histories.append(request.history if samples and request.sampling.needs_history else None)
+        plan.prompt_lens.append(request.num_input)
         self.prefills.append(request)
         self.tokens_left -= num_tokens
         self.floor_left = max(0, self.floor_left - num_tokens)

@@ -35,10 +35,10 @@ class StepPlan:
     banned: list[tuple[int, ...]] = field(default_factory=list)
     """Token ids that may not be sampled in this row (eos and stop ids while min_tokens is not reached)."""
     histories: list[Sequence[int] | None] = field(default_factory=list)
-    """The request's prompt and output, of which the first start_pos[i] + num_tokens[i] count; None where the row does
+    """The request's input and output, of which the first start_pos[i] + num_tokens[i] count; None where the row does
     not sample or its `sampling` needs no history. The scheduler's own list: valid until the step is applied."""
     prompt_lens: list[int] = field(default_factory=list)
-    """Prompt tokens of the request: output begins there, whatever attempt or preemption the row belongs to."""
+    """Input tokens of the request: output begins there, whatever attempt or preemption the row belongs to."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """Whole blocks to copy to host memory, (pool block, host block), before anything else."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)

@@ -32,7 +32,7 @@ _LEVEL_MS = 1e9
 _MAX_LEVEL = 16
 _LONG_S = 1e6
 """Slack of a request that nothing is due for."""
-LATE_MS = 1e12
+LATE_MS = 1e300
 """What a request that is lost, and served all the same, has less than all others."""
 _ATTAINABLE_AT, _LOST_BELOW = 1.3, 0.7
 """Time left over time needed: predictions err by so much, either way."""
@@ -109,7 +109,7 @@ class Policy:
         return (
             -request.rank * settings.class_weight_ms if terms.by_class else 0.0,
             self._urgency_ms(request, now) if terms.urgency else 0.0,
-            self._age_ms_per_s * (now - request.accepted_at),
+            self.age_ms(request, now),
             -1000.0 * self.prefill_s(request) if terms.cost else 0.0,
             settings.nearly_complete_boost_ms if terms.nearly and self._nearly_complete(request) else 0.0,
             -self._debt_ms(request) if terms.debt else 0.0,
@@ -119,7 +119,7 @@ class Policy:
     def total(self, request: Request, now: float) -> float:
         """The priority: the sum of `score`'s terms."""
         terms, settings = self.terms, self._settings
-        total = self._age_ms_per_s * (now - request.accepted_at)
+        total = self.age_ms(request, now)
         if terms.by_class and (rank := request.rank):
             total -= rank * settings.class_weight_ms
         if terms.urgency:
@@ -144,8 +144,6 @@ class Policy:
             static -= 1000.0 * self.prefill_s(request)
         if terms.level:
             static -= _LEVEL_MS * request.level
-        if terms.urgency and request.late:
-            static -= LATE_MS
         return static
 
     def prefill_s(self, request: Request) -> float:
@@ -163,23 +161,24 @@ class Policy:
             due = min(due, request.accepted_at + self._settings.ttft_target_s - prefill)
         if request.deadline is not None:
             margin = _ATTAINABLE_AT if self._pace.known else 1.0
-            work = self._calls(request) * (prefill + self._decode_s(request))
+            work = prefill + self._calls(request) * self._decode_s(request)
             due = min(due, request.deadline - margin * work)
         return due
 
-    def outlook(self, request: Request, now: float) -> Outlook:
+    def outlook(self, request: Request, now: float, cached_tokens: int = 0) -> Outlook:
         """By the deadline alone: a late first token is late, but not lost. Certain only when the pace is known.
 
-        Lost is what even the shortest output cannot keep: most outputs end long before `max_tokens`.
+        cached_tokens: tokens of the prefill that need not be computed.
         """
         if request.deadline is None:
             return Outlook.ATTAINABLE
         left = request.deadline - now
         least = need = 0.0
         if self._pace.known:
-            prefill_s, calls = self.prefill_s(request), self._calls(request)
-            least = calls * (prefill_s + request.certain_output_tokens * self._pace.decode_token_s)
-            need = calls * (prefill_s + self._decode_s(request))
+            prefill_s = max(0, request.uncomputed_tokens - cached_tokens) * self._pace.prefill_token_s
+            calls = self._calls(request)
+            least = prefill_s + calls * request.certain_output_tokens * self._pace.decode_token_s
+            need = prefill_s + calls * self._decode_s(request)
         if left < _LOST_BELOW * least:
             return Outlook.LOST
         return Outlook.DOUBTFUL if left < _ATTAINABLE_AT * need else Outlook.ATTAINABLE
@@ -208,6 +207,17 @@ class Policy:
         """Service in tokens after which a request leaves `level` downwards."""
         return self._settings.mlfq_quantum_tokens * ((1 << (level + 1)) - 1)
 
+    def age_ms(self, request: Request, now: float) -> float:
+        """Priority from waiting: since it came, or, for one that had its turn and was preempted, all its waits."""
+        if request.state is not State.PREEMPTED:
+            return self._age_ms_per_s * (now - request.accepted_at)
+        return self.waited_ms(request) + self._age_ms_per_s * (now - request.clock.since)
+
+    def waited_ms(self, request: Request) -> float:
+        """Priority from the waits that are over."""
+        ledger = request.ledger
+        return self._age_ms_per_s * (ledger.queue_s + ledger.preempted_s)
+
     def debt_ms(self, request: Request) -> float:
         return self._debt_ms(request)
 
@@ -234,7 +244,8 @@ class Policy:
 
     @staticmethod
     def _calls(request: Request) -> int:
-        """Model calls that must end before the deadline: this one and those that its agent has left."""
+        """Model calls that must end before the deadline: this one and those that its agent has left. The prefix cache
+        has the prompt of each later one, but for what is new."""
         return 1 + (request.steps_left or 0)
 
     def _decode_s(self, request: Request) -> float:

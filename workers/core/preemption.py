@@ -7,8 +7,9 @@
 
 (SPEC Definitions and B9; scheduler article, sections 21 and 22.) A request is preempted for one of its own class or a
 higher one, never for a lower. Progress: after a preemption a request is no victim before it has computed
-`min_progress_tokens` more; when nobody may be chosen by that rule, the latest arrival is, so the earliest always goes
-on, and since a request returns with room for all its tokens and one more, every return can bring at least one token.
+`min_progress_tokens` more. A request that waits for a row or blocks then gets nobody's; one that computes and lacks a
+block gets the latest arrival's. The earliest of several always goes on, and since a request returns with room for all
+its tokens and one more, every return can bring at least one token.
 
 Does not: free anything (the scheduler does).
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import nlargest
 
 from headrace.errors import InvariantError
 from workers.core.blocks import BlockPool
@@ -26,6 +28,8 @@ from workers.core.queues import Queues
 from workers.core.request import Request, State
 from workers.core.settings import SchedulerSettings
 
+_COMPARED = 16
+"""Of more candidates the latest arrivals are compared: to score one is to walk over its blocks."""
 _ROUTE_MS = 5.0
 """A refusal, and a submission elsewhere."""
 _ROUTE_AFTER_TOKENS = 1
@@ -112,11 +116,16 @@ class Preemption:
         lowest = max(r.priority for r in allowed)
         allowed = [r for r in allowed if r.priority == lowest]
         ready = [r for r in allowed if r.computed_tokens >= r.protected_tokens]
-        if not ready:
-            return max(allowed, key=lambda r: r.arrival)
-        # The last one that is left of the eldest goes on, whatever the scores say.
-        if len(ready) > 1:
-            ready.remove(min(ready, key=lambda r: r.arrival))
+        if wanted_by.state is State.DECODING:
+            # It computes: somebody must go, but never the eldest of several, whatever the scores say.
+            eldest = min(allowed, key=lambda r: r.arrival)
+            ready = [r for r in ready if r is not eldest]
+            if not ready:
+                return max(allowed, key=lambda r: r.arrival)
+        elif not ready:
+            return None
+        if len(ready) > _COMPARED:
+            ready = nlargest(_COMPARED, ready, key=lambda r: r.arrival)
 
         def total(request: Request) -> float:
             return self.score(request, self.restore(request, free_host_blocks, pause_s), now).total
@@ -129,17 +138,19 @@ class Preemption:
         return fresh and request.num_output < _ROUTE_AFTER_TOKENS
 
 
-def choose_for_class(queues: Queues, settings: SchedulerSettings, pace: Pace) -> Request | None:
-    """A handed-off request whose blocks a waiting prefill of a higher class should have, where that pays, or None."""
-    wants = queues.lacking_blocks
-    if wants is None or wants.state is not State.WAITING:
-        return None
+def choose_for_class(
+    queues: Queues, wants: Request, lacking_blocks: int, settings: SchedulerSettings, pace: Pace
+) -> Request | None:
+    """A handed-off request whose blocks a waiting prefill of a higher class should have, where that pays and all such
+    together have what it lacks; or None."""
 
     def pays(request: Request) -> bool:
         again_ms = 1000.0 * request.computed_tokens * pace.prefill_token_s
         return (request.priority - wants.priority) * settings.class_weight_ms > again_ms
 
     lower = [request for request in queues.held.values() if request.priority > wants.priority and pays(request)]
+    if not 0 < lacking_blocks <= sum(len(request.block_ids) for request in lower):
+        return None
     return min(lower, key=lambda r: (r.pinned, r.computed_tokens, -r.arrival), default=None)
 
 

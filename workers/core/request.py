@@ -190,6 +190,15 @@ class Request:
         return output + self.token_ids[start:]
 
     @property
+    def history(self) -> list[int]:
+        """All tokens, input before output: penalties count, they do not look at the order."""
+        if not self.inserts:
+            return self.token_ids
+        output = self.output_ids
+        inserted = [token for at, count in self.inserts for token in self.token_ids[at : at + count]]
+        return [*self.prompt_ids, *inserted, *output]
+
+    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_input
 

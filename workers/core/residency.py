@@ -32,6 +32,10 @@ class Residency:
         """Blocks that are missing before `admit` succeeds; 0: none."""
         return self._lacking(request, self._match_for(request), spare_blocks)
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request without blocks that the cache has now."""
+        return len(self._match_for(request)) * self._pool.block_size
+
     def admit(self, request: Request, spare_blocks: int) -> bool:
         """Take all blocks the request needs to start, sharing what the cache has now; False and no change when too few.
 

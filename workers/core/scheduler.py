@@ -140,8 +140,10 @@ class Scheduler(Selection):
         Ask when `schedule` has given None, and now and then while it does not.
         """
         request = None
-        if self._policy.terms.by_class:
-            request = choose_for_class(self._queues, self._settings, self._pace)
+        wants = self._queues.lacking_blocks
+        if self._policy.terms.by_class and wants is not None and wants.state is State.WAITING:
+            lacking = self._residency.lacking(wants, self._spare_blocks())
+            request = choose_for_class(self._queues, wants, lacking, self._settings, self._pace)
         if request is None and self._flight is None:
             request = choose_revocable(self._queues)
         return None if request is None else request.key

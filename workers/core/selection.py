@@ -32,6 +32,7 @@ from workers.core.suspension import Suspension
 
 _STATIC_WINDOWS = 10
 """Windows without an arrival after which static batching stops waiting for a full batch."""
+_LOOK_AGAIN_STEPS = 8
 
 
 class Selection(Suspension):
@@ -50,6 +51,10 @@ class Selection(Suspension):
         self._predictor = predictor
         self._floor = 0.0
         self._joining = 0
+        self._in_vain: Request | None = None
+        """The last request for which preempting lower classes would not have paid, and for how many steps it is not
+        looked at."""
+        self._look_again = 0
         self._blocked = False
         """The last new prefill lacked blocks or a row."""
 
@@ -72,7 +77,7 @@ class Selection(Suspension):
         """
         if not self._queues.num_computing:
             return
-        for request in self._queues.line.lost(now):
+        for request in self._queues.line.lost(now, self._residency.cached_tokens):
             if self._settings.lost_deadline == "reject":
                 self.counters["deadline_lost"] += 1
                 self.refused.append((request.key, "deadline_lost"))
@@ -83,33 +88,60 @@ class Selection(Suspension):
                 request.late = True
 
     def _make_room_for_class(self, now: float) -> None:
-        """B9: the next prefill preempts lower classes for blocks or a row that it lacks, if that is enough for it."""
+        """B9: the next prefill preempts lower classes for blocks or a row that it lacks, if that is enough and pays.
+
+        A look costs a walk over the victims' blocks. When it was in vain, the same request is not looked at again for
+        some steps.
+        """
         if len(self._classes) < 2 or not self._policy.terms.by_class or self._settings.batching != Batching.CONTINUOUS:
             return
         request = self._next_new(now)
-        if request is None or request.late:
+        if request is None or request.late or (request is self._in_vain and self._look_again > 0):
+            self._look_again -= 1
             return
-        lower = [r for r in self._computing() if r.priority > request.priority and not r.pinned]
-        lacks_row = self._queues.num_computing >= self._settings.max_num_seqs
-        if not lower or not (lacks_row or self._residency.lacking(request, self._spare_blocks())):
-            return
-        freed = sum(1 for r in lower for block in r.block_ids if self._pool.refs(block) == 1)
-        if self._residency.lacking(request, self._spare_blocks()) > freed:
-            return
-        while lower and (lacks_row or self._residency.lacking(request, self._spare_blocks())):
-            for_row = not self._residency.lacking(request, self._spare_blocks())
-            victim = self._choose_victim(lower, request, now, for_row=for_row)
-            if victim is None or (victim in lower and not self._pays(victim, request)):
+        lower = [
+            r for r in self._lower_classes(request.priority) if not r.pinned and self._gain_ms(r, request, now) > 0
+        ]
+        while lower and (for_what := self._lacks(request)):
+            victim = self._choose_victim(lower, request, now, for_row=for_what == "row")
+            enough = for_what == "row" or self._enough(lower, self._residency.lacking(request, self._spare_blocks()))
+            if victim is None or not enough or (victim in lower and not self._pays(victim, request, now)):
+                self._in_vain, self._look_again = request, _LOOK_AGAIN_STEPS
                 return
             self._preempt(victim, now)
             if victim in lower:  # else it was paused
                 lower.remove(victim)
-            lacks_row = self._queues.num_computing >= self._settings.max_num_seqs
 
-    def _pays(self, victim: Request, request: Request) -> bool:
-        """What the classes differ by is worth more than what the victim's return costs."""
-        gain_ms = (victim.priority - request.priority) * self._settings.class_weight_ms
-        return gain_ms > self._preemption.restore(victim, self._host.free_blocks, 0.0).cost_ms
+    def _lower_classes(self, priority: int) -> list[Request]:
+        """Who computes with a class below `priority`."""
+        batch = self._batch
+        rows = np.flatnonzero(batch.priority[: len(batch)] > priority)
+        lower = [r for r in self._queues.prefilling if r.priority > priority]
+        return lower + [r for i in rows if (r := batch.requests[i]).state is State.DECODING]
+
+    def _lacks(self, request: Request) -> str:
+        """`blocks`, `row`, or empty: it can start."""
+        if self._residency.lacking(request, self._spare_blocks()):
+            return "blocks"
+        return "row" if self._queues.num_computing >= self._settings.max_num_seqs else ""
+
+    def _enough(self, holders: list[Request], num_blocks: int) -> bool:
+        """The holders have so many blocks that nobody else uses."""
+        for holder in holders:
+            num_blocks -= sum(1 for block in holder.block_ids if self._pool.refs(block) == 1)
+            if num_blocks <= 0:
+                return True
+        return False
+
+    def _gain_ms(self, victim: Request, request: Request, now: float) -> float:
+        """What the request is ahead of the victim by: class, and the time that each has waited."""
+        classes = (victim.priority - request.priority) * self._settings.class_weight_ms
+        return classes + self._policy.age_ms(request, now) - self._policy.waited_ms(victim)
+
+    def _pays(self, victim: Request, request: Request, now: float) -> bool:
+        """That is worth more than what the victim's return costs."""
+        restore = self._preemption.restore(victim, self._host.free_blocks, 0.0)
+        return self._gain_ms(victim, request, now) > restore.cost_ms
 
     def _floor_tokens(self) -> int:
         """Prompt tokens that the next step computes whatever its time budget says: `min_prefill_share`, saved up.
@@ -262,8 +294,9 @@ class Selection(Suspension):
         back = queues.preempted[0]
         if policy.reorders:
             back = max(queues.preempted, key=lambda r: (policy.total(r, now), -r.arrival))
-        higher = policy.terms.by_class and best is not None and best.priority < back.priority and not best.late
-        return best if higher else back
+        if best is None or not policy.terms.by_class or best.priority >= back.priority:
+            return back
+        return best if policy.total(best, now) > policy.total(back, now) else back
 
     def _start(self, packing: Packing, request: Request, now: float) -> bool:
         """KV admission and the first chunk; False and no change when blocks, tokens or time do not allow it."""
@@ -311,7 +344,9 @@ class Selection(Suspension):
         if self._settings.batching == Batching.CONTINUOUS:
             return True
         queues = self._queues
-        if not queues.num_computing and not queues.preempted and queues.line:
+        if not queues.line:
+            self._joining = 0
+        elif not queues.num_computing and not queues.preempted:
             full = len(queues.line) >= self._settings.max_num_seqs
             if full or now >= self._opens_at():
                 self._joining = min(len(queues.line), self._settings.max_num_seqs)

@@ -4,7 +4,7 @@ alone (SPEC B12). Made by `cluster.config`, checked here, read everywhere in `wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
@@ -104,8 +104,13 @@ class SchedulerSettings:
     """There are other workers of this role: a victim that has received little goes there instead of waiting here."""
 
     def __post_init__(self) -> None:
-        if min(self.max_num_seqs, self.long_prefill_token_threshold, self.block_size) < 1:
-            raise ValueError("max_num_seqs, long_prefill_token_threshold and block_size must be at least 1")
+        for name in ("max_num_seqs", "long_prefill_token_threshold", "block_size", "mlfq_quantum_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not 0 <= value < float("inf"):
+                raise ValueError(f"{field.name} must not be negative or without end")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         if not 0 <= self.max_decode_rows <= self.max_num_seqs:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.core.records import FinishReason
-from headrace.errors import InvariantError
+from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
 from workers.core.journal import Event
+from workers.core.limits import refusal
 from workers.core.packing import Packing
 from workers.core.preemption import Way
 from workers.core.request import HostCopy, Keep, Request, State
@@ -47,17 +48,18 @@ class Suspension(Roster):
         return True
 
     def resume(self, key: RequestKey, token_ids: Sequence[int], now: float) -> bool:
-        """The tool has answered with `token_ids`, which are input. False when the request is gone or not paused.
+        """The tool has answered with `token_ids`, which are input; there may be none.
 
-        Raises InvariantError when nothing is appended and nothing was left to compute.
+        False when the request is gone, not paused, or `resume_refusal` has a reason: then it still waits.
         """
         request = self.requests.get(key)
-        if request is None:
+        if request is None or self.resume_refusal(key, len(token_ids)) is not None:
             return False
         self._to_pause = [(r, keep) for r, keep in self._to_pause if r is not request]
         if request.state is not State.TOOL_WAIT:
             return False
-        request.insert(list(token_ids))
+        if token_ids:
+            request.insert(list(token_ids))
         if request.traced:
             self._journal.note(Event.RESUMED, request, now)
         request.clock.enter(Stage.QUEUE, now)
@@ -65,19 +67,21 @@ class Suspension(Roster):
         if fits and request not in self._to_offload and self._residency.grow(request):
             self._queues.move(request, State.PREFILLING, now)
             return True
-        if request in self._to_offload:
-            self._to_offload.remove(request)
-        self._residency.publish(request)
-        self._residency.release(request)
+        self._drop(request)
         self._queues.move(request, State.PREEMPTED, now)
         return True
+
+    def resume_refusal(self, key: RequestKey, num_tokens: int) -> Rejected | None:
+        """Why a tool's answer of so many tokens can never be taken in: too_long | too_large."""
+        request = self.requests.get(key)
+        return None if request is None else refusal(request, self._settings, self._pool.num_blocks, num_tokens)
 
     def reserve_adoptions(self, now: float) -> list[RequestKey]:
         """As in Roster. Blocks of paused requests come from the next step, or at once when there is no copy to make."""
         head = self._queues.next_adoption()
         for idle in [] if head is None else self._idle_holders(head):
-            if len(idle.block_ids) > self._host.free_blocks:
-                self._vacate(idle)
+            if self._pool.blocks_for(idle.computed_tokens) > self._host.free_blocks:
+                self._drop(idle)
             elif idle not in self._to_offload:
                 self._to_offload.append(idle)
         return super().reserve_adoptions(now)
@@ -110,8 +114,7 @@ class Suspension(Roster):
         if keep is Keep.OFFLOAD:
             self._to_offload.append(request)
         elif keep is Keep.DROP:
-            self._residency.publish(request)
-            self._residency.release(request)
+            self._drop(request)
 
     # ---- preemption
 
@@ -147,9 +150,12 @@ class Suspension(Roster):
 
     def _vacate(self, request: Request) -> None:
         """A paused request's blocks are needed: to the host where there is room, else dropped."""
+        self._copy_out(request)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
         if request in self._to_offload:
             self._to_offload.remove(request)
-        self._copy_out(request)
         self._residency.publish(request)
         self._residency.release(request)
 

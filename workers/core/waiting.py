@@ -12,16 +12,19 @@ Does not: know blocks or budgets, or decide how many may start.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 
 from headrace.core.fairness import ServiceCounters
 from headrace.ids import RequestKey
-from workers.core.policies import LATE_MS, Outlook, Policy
+from workers.core.policies import Outlook, Policy
 from workers.core.request import Request, State
 
 _TENANTS = 8
 """Tenants whose heads are compared, those with the least service first."""
 _Entry = tuple[float, int, Request]
+_LineEntry = tuple[bool, float, int, Request]
+"""Late ones last."""
 
 
 def _waits(request: Request) -> bool:
@@ -34,10 +37,12 @@ class WaitingLine:
         """In order of arrival."""
         self._policy = policy
         self._service = service
-        self._lines: dict[int, list[_Entry]] = {}
+        self._lines: dict[int, list[_LineEntry]] = {}
         self._tenants: list[tuple[float, int]] = []
         """(counter when pushed, tenant), one entry for each line; counters only grow, so a stale one is too small."""
         self._due: list[_Entry] = []
+        self._looks: list[_Entry] = []
+        """Requests with a doubtful deadline, by when to look at them again."""
         self._entries = 0
         """In all lines, those of requests that have left too."""
 
@@ -52,7 +57,7 @@ class WaitingLine:
         if line is None:
             line = self._lines[tenant] = []
             heappush(self._tenants, (self._service.counter(tenant) if self._policy.terms.debt else 0.0, tenant))
-        heappush(line, (-self._policy.static_ms(request), request.arrival, request))
+        heappush(line, (False, -self._policy.static_ms(request), request.arrival, request))
         self._entries += 1
         heappush(self._due, (self._policy.due_at(request), request.arrival, request))
         self._compact()
@@ -78,18 +83,25 @@ class WaitingLine:
             return candidates[0]
         return max(candidates, key=lambda r: (self._policy.total(r, now), -r.arrival))
 
-    def lost(self, now: float) -> list[Request]:
-        """Requests that cannot meet their deadlines any more; each is named once. They still wait here."""
+    def lost(self, now: float, cached_tokens: Callable[[Request], int]) -> list[Request]:
+        """Requests that cannot meet their deadlines any more; each is named once. They still wait here.
+
+        cached_tokens: what of a request need not be computed; asked for those that seem lost without.
+        """
         lost: list[Request] = []
-        while self._due and self._due[0][0] < now:
-            _, arrival, request = heappop(self._due)
-            if not _waits(request) or request.deadline is None:
-                continue
-            if self._policy.outlook(request, now) is Outlook.LOST:
-                lost.append(request)
-            elif request.deadline > now:
-                # Looked at again when half of what is left has gone: at most a logarithm of times.
-                heappush(self._due, (now + max(0.01, (request.deadline - now) / 2), arrival, request))
+        for heap in (self._due, self._looks):
+            while heap and heap[0][0] < now:
+                _, arrival, request = heappop(heap)
+                if not _waits(request) or request.deadline is None:
+                    continue
+                outlook = self._policy.outlook(request, now)
+                if outlook is Outlook.LOST:
+                    outlook = self._policy.outlook(request, now, cached_tokens(request))
+                if outlook is Outlook.LOST:
+                    lost.append(request)
+                elif request.deadline > now:
+                    # Looked at again when half of what is left has gone: at most a logarithm of times.
+                    heappush(self._looks, (now + max(0.01, (request.deadline - now) / 2), arrival, request))
         return lost
 
     def _least_served(self) -> list[int]:
@@ -113,12 +125,12 @@ class WaitingLine:
     def _head(self, tenant: int) -> Request | None:
         line = self._lines.get(tenant, [])
         while line:
-            key, arrival, request = line[0]
+            is_late, key, arrival, request = line[0]
             if not _waits(request):
                 heappop(line)
                 self._entries -= 1
-            elif request.late and self._policy.terms.urgency and key < LATE_MS / 2:
-                heapreplace(line, (-self._policy.static_ms(request), arrival, request))
+            elif request.late and not is_late:
+                heapreplace(line, (True, key, arrival, request))
             else:
                 return request
         return None
@@ -133,11 +145,12 @@ class WaitingLine:
     def _compact(self) -> None:
         """Most of what is in the heaps may have left long ago."""
         limit = 2 * len(self.requests) + 64
-        if len(self._due) > limit:
-            self._due = [entry for entry in self._due if _waits(entry[2])]
-            heapify(self._due)
+        for heap in (self._due, self._looks):
+            if len(heap) > limit:
+                heap[:] = [entry for entry in heap if _waits(entry[2])]
+                heapify(heap)
         if self._entries > limit:
             for line in self._lines.values():
-                line[:] = [entry for entry in line if _waits(entry[2])]
+                line[:] = [entry for entry in line if _waits(entry[3])]
                 heapify(line)
             self._entries = sum(map(len, self._lines.values()))
