@@ -46,7 +46,7 @@ class Trial:
     """Between two tokens of the requests that decode all the time."""
     ttfts: list[float] = field(default_factory=list)
     chunk_s: float = 0.0
-    """Longest predicted time of what a step prefilled, alone."""
+    """Longest predicted time of what a step prefilled, alone, at the quantile that budgets use."""
     longest_chunk: int = 0
 
     def gap(self, share: float) -> float:
@@ -61,6 +61,7 @@ class Engine:
         self.trial = Trial()
         self._runner = runner
         self._predictor = predictor
+        self._quantile = settings.itl_quantile
         self._random = random.Random(seed)
         pool = BlockPool(runner.num_blocks, settings.block_size)
         self._scheduler = Scheduler(settings, pool, PrefixCache(pool), predictor)
@@ -100,6 +101,7 @@ class Engine:
         result = self._runner.run(plan)
         now = time.perf_counter()
         events = self._scheduler.apply(plan, result, now)
+        self._scheduler.learn()
         trial = self.trial
         trial.steps.append(now - began)
         trial.chunk_s = max(trial.chunk_s, chunk_s)
@@ -112,7 +114,7 @@ class Engine:
     def _predict_chunk_s(self, plan: StepPlan) -> float:
         whole = StepShape.of(plan.num_tokens, plan.start_pos, plan.samples, plan.num_decode_rows)
         chunk = StepShape(0, 0, whole.prefill_rows, whole.prefill_tokens, whole.prefill_context, 0)
-        return self._predictor.predict_s(chunk) if whole.prefill_rows else 0.0
+        return self._predictor.predict_s(chunk, self._quantile) if whole.prefill_rows else 0.0
 
 
 class Bench:
@@ -132,9 +134,14 @@ class Bench:
             }
         )
         self._runner = torch_runner(spec)
-        base = replace(scheduler_settings(spec, self._runner), max_num_batched_tokens=TOKEN_BUDGET, chunk_mode="fixed")
+        base = replace(
+            scheduler_settings(spec, self._runner),
+            max_num_batched_tokens=TOKEN_BUDGET,
+            chunk_mode="fixed",
+            itl_quantile=quantile,
+        )
         self.settings = {
-            "adaptive": replace(base, chunk_mode="adaptive", itl_target_s=target_s, itl_quantile=quantile),
+            "adaptive": replace(base, chunk_mode="adaptive", itl_target_s=target_s),
             "fixed 256": replace(base, long_prefill_token_threshold=256),
             "fixed 512": replace(base, long_prefill_token_threshold=TOKEN_BUDGET),
             "one step": replace(base, max_num_batched_tokens=most_tokens, long_prefill_token_threshold=most_tokens),
@@ -201,30 +208,24 @@ def run(
 
 def _run_one_prompt(bench: Bench, rounds: int, prompt: int) -> None:
     modes = ("adaptive", "fixed 256", "one step")
+    columns = ("decode step", "gap p50", "p99", "longest", "2 x step + chunk", "first token")
     lines: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else modes[::-1]:
             quiet_s, trial = bench.one_prompt(mode, prompt, turn)
-            longest_s, bound_s = max(trial.gaps), 2 * quiet_s + trial.chunk_s
-            lines[mode].append((quiet_s, statistics.median(trial.gaps), longest_s, bound_s, trial.ttfts[0]))
-            held = (
-                "" if mode == "one step" else f", bound {_ms(bound_s)} ({'held' if longest_s < bound_s else 'missed'})"
-            )
+            bound_s = 2 * quiet_s + trial.chunk_s
+            seconds = (quiet_s, trial.gap(0.5), trial.gap(0.99), max(trial.gaps), bound_s, trial.ttfts[0])
+            lines[mode].append(seconds)
+            text = ", ".join(f"{name} {value * 1e3:.0f}" for name, value in zip(columns, seconds, strict=True))
+            within = sum(gap < bound_s for gap in trial.gaps) / len(trial.gaps)
             print(
-                f"  round {turn + 1} {mode:10s} decode step {_ms(quiet_s)}, longest gap {_ms(longest_s)}{held}, "
-                f"longest chunk {trial.longest_chunk}",
+                f"  round {turn + 1} {mode}: {text} ms; chunks to {trial.longest_chunk} tokens; "
+                f"{within:.1%} of {len(trial.gaps)} gaps within 2 x step + chunk",
                 flush=True,
             )
     for mode, rows in lines.items():
-        quiet, usual, longest, bound, ttft = ([row[i] for row in rows] for i in range(5))
-        text = f"{mode:10s} decode step {_spread(quiet)}  gap median {_spread(usual)}  longest {_spread(longest)}"
-        if mode != "one step":
-            text += f"  2 x step + chunk {_spread(bound)}"
-        print(
-            f"{text}  longest / step {statistics.median(longest) / statistics.median(quiet):.1f}  "
-            f"first token {_spread(ttft)}",
-            flush=True,
-        )
+        text = "  ".join(f"{name} {_spread([row[i] for row in rows])}" for i, name in enumerate(columns))
+        print(f"{mode:10s} {text}", flush=True)
 
 
 def _run_mix(bench: Bench, rounds: int, seconds: float, rate: float, target_ms: float) -> None:
@@ -244,10 +245,6 @@ def _run_mix(bench: Bench, rounds: int, seconds: float, rate: float, target_ms: 
             f"TTFT p50 {_spread(ttft)}  answered {[len(t.ttfts) for t in ones]}",
             flush=True,
         )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"
 
 
 def _spread(values: Sequence[float]) -> str:
