@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.core.predictor import StepPredictor, StepShape
+from headrace.core.slo import percentile
 from headrace.ids import RequestId, RequestKey
 from headrace.paths import cache_root
 from headrace.sampling import SamplingParams
@@ -50,8 +51,7 @@ class Trial:
     longest_chunk: int = 0
 
     def gap(self, share: float) -> float:
-        ordered = sorted(self.gaps)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+        return percentile(self.gaps, share) or 0.0
 
 
 class Engine:

@@ -60,6 +60,8 @@ class Hub:
         self._clock = clock
         self._keys = itertools.count(1)
         self._entries: dict[RequestKey, Entry] = {}
+        self._adopted: dict[RequestKey, Entry] = {}
+        """Those of them whose KV comes from elsewhere."""
         self._handles: dict[tuple[GatewaySession, int], Entry] = {}
         self._names: dict[tuple[str, int], Entry] = {}
         self._loop = asyncio.get_running_loop()
@@ -125,6 +127,8 @@ class Hub:
     def _admitted(self, entry: Entry, rejected: Rejected | None) -> None:
         if rejected is None:
             self._entries[entry.request.key] = entry
+            if entry.request.adopted:
+                self._adopted[entry.request.key] = entry
             self._handles[entry.session, entry.handle] = entry
             self._names[entry.request.request_id, entry.request.attempt] = entry
         else:
@@ -311,7 +315,7 @@ class Hub:
             stuck = self._scheduler.revocable(now)
         for entry in expired:
             self._done(entry, FinishReason.DEADLINE)
-        for entry in [e for e in self._entries.values() if e.request.adopted and e.deadline <= now]:
+        for entry in [e for e in self._adopted.values() if e.deadline <= now]:
             self._cancel(entry, FinishReason.DEADLINE)
         if stuck is not None and stuck in self._entries:
             self.revoke(self._entries[stuck])
@@ -353,6 +357,7 @@ class Hub:
         request = entry.request
         if self._entries.pop(request.key, None) is None:
             return
+        self._adopted.pop(request.key, None)
         del self._handles[entry.session, entry.handle]
         self._names.pop((request.request_id, request.attempt), None)
         entry.session.load_changed()

@@ -1,4 +1,5 @@
-"""What latency, throughput and goodput mean here; nothing else computes them (SPEC, "Definitions").
+"""What latency, throughput and goodput mean here (SPEC, "Definitions"): whoever has whole timelines computes them with
+this. The gateway's histograms (`router.metrics`) observe the same differences token by token.
 
     TTFT = first token - received          ITL_i = token_i - token_(i-1)          E2E = ended - received
     TPOT = (last token - first token) / (n - 1), undefined for n = 1; an average, never mixed with ITL
