@@ -101,7 +101,7 @@ class Engine:
         result = self._runner.run(plan)
         now = time.perf_counter()
         events = self._scheduler.apply(plan, result, now)
-        self._scheduler.learn()
+        self._scheduler.catch_up()
         trial = self.trial
         trial.steps.append(now - began)
         trial.chunk_s = max(trial.chunk_s, chunk_s)

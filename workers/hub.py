@@ -181,7 +181,7 @@ class Hub:
         for entry in firsts:
             self._tell_prefilled(entry)
         with self.engine.lock:
-            self._scheduler.learn()
+            self._scheduler.catch_up()
             self._announce(events)
         for key, reason in events.finished:
             if (entry := self._entries.get(key)) is not None:

@@ -1,9 +1,9 @@
 """What one iteration costs the host: the production scheduler at steady state, with a runner that answers at once.
 
 Real time, unlike the rest of this folder. All rows decode; each that ends is replaced by a waiting request and that one
-by a new arrival, so that rows and queue stay as they are while requests start, grow by blocks and finish. Python's
-garbage collector is off while steps are timed: a collection walks all waiting requests and would be counted against
-whichever call it falls into.
+by a new arrival, so that rows and queue stay as they are while requests start, grow by blocks and finish. `catch up` is
+what a worker's other thread does while the next step runs. Python's garbage collector is off while steps are timed: a
+collection walks all waiting requests and would be counted against whichever call it falls into.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Host:
         self._random = Random(seed)
         self._numbers = count(1)
         self._now = 0.0
-        self.nanoseconds: dict[str, list[int]] = {"submit": [], "schedule": [], "apply": []}
+        self.nanoseconds: dict[str, list[int]] = {"submit": [], "schedule": [], "apply": [], "catch up": []}
         self.rows = 0
         """Of all steps together."""
         for _ in range(settings.max_num_seqs + num_waiting):
@@ -60,6 +60,9 @@ class Host:
             began = perf_counter_ns()
             events = scheduler.apply(plan, result, self._now)
             spent["apply"].append(perf_counter_ns() - began)
+            began = perf_counter_ns()
+            scheduler.catch_up()
+            spent["catch up"].append(perf_counter_ns() - began)
             for _ in events.finished:
                 self._arrive()
             ended += len(events.finished)

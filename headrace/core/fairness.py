@@ -24,6 +24,10 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
+_FEW = 8
+"""Tenants up to which a loop is faster than an array."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceWeights:
     """What a unit of service counts; `tenants` divides it: a tenant with weight 2 is entitled to twice as much."""
@@ -56,6 +60,8 @@ class ServiceCounters:
         self._counters: Floats = np.zeros(16)
         self._scale: Floats = np.ones(16)
         self._live: Ints = np.zeros(16, np.int64)
+        self._busy: set[int] = set()
+        """Tenants with work."""
         self._floor = 0.0
         """Lowest counter when somebody last had work."""
         self._lowest = -1
@@ -69,6 +75,7 @@ class ServiceCounters:
             index = self._new(tenant)
         if self._live[index] == 0:
             self._counters[index] = max(self._counters[index], self.lowest())
+            self._busy.add(index)
         self._live[index] += 1
         return index
 
@@ -76,6 +83,7 @@ class ServiceCounters:
         """One request less."""
         if self._live[index] == 1:
             self._floor = self.lowest()
+            self._busy.discard(index)
             self._changed(index)
         self._live[index] -= 1
         if len(self._index) - len(self._free) > self._max_idle and self._live[index] == 0:
@@ -116,10 +124,13 @@ class ServiceCounters:
     def lowest(self) -> float:
         """Lowest counter of the tenants with work; the last such value when nobody has any."""
         if self._lowest < 0:
-            live = np.flatnonzero(self._live)
-            if not len(live):
+            if not self._busy:
                 return self._floor
-            self._lowest = int(live[self._counters[live].argmin()])
+            if len(self._busy) < _FEW:
+                self._lowest = min(self._busy, key=self._counters.__getitem__)
+            else:
+                live = np.flatnonzero(self._live)
+                self._lowest = int(live[self._counters[live].argmin()])
         return float(self._counters[self._lowest])
 
     def service(self) -> dict[str, float]:

@@ -39,6 +39,7 @@ class DecodeBatch:
         self._frozen = False
         self._dead: list[Request] = []
         self._num_with_stops = 0
+        self._num_predicted = 0
         self.num_with_history = 0
         """Rows whose sampling looks at the tokens before."""
         self.requests: list[Request] = []
@@ -90,6 +91,7 @@ class DecodeBatch:
         self.min_tokens_at[row] = request.num_input + sampling.min_tokens
         self.ends_at[row] = min(request.num_input + sampling.max_tokens, self._settings.max_model_len)
         known = request.expected_output_tokens if request.predicted_output_tokens else 0
+        self._num_predicted += bool(request.predicted_output_tokens)
         self.expected_at[row] = request.num_tokens + known
         self.tenant[row] = request.tenant_index
         self.priority[row] = request.priority
@@ -106,6 +108,7 @@ class DecodeBatch:
         request.row = -1
         self._num_with_stops -= bool(request.sampling.stop_token_ids)
         self.num_with_history -= request.sampling.needs_history
+        self._num_predicted -= bool(request.predicted_output_tokens)
         columns: tuple[list[Any], ...] = (self.requests, self.keys, self.tables, self.sampling, self._appends)
         for column in columns:
             tail = column.pop()
@@ -175,8 +178,15 @@ class DecodeBatch:
             self.tables[place].append(block)
         self.capacity[places] += self._settings.block_size
 
+    def with_full_blocks(self) -> list[Request]:
+        """Requests whose last computed token was the last of a block."""
+        computed = self.num_tokens[: len(self.requests)] - 1
+        return [self.requests[i] for i in np.flatnonzero(computed % self._settings.block_size == 0)]
+
     def growth_tokens(self) -> int:
         """Tokens that the rows are still expected to grow by."""
+        if not self._num_predicted:
+            return 0
         n = len(self.requests)
         return int(np.maximum(self.expected_at[:n] - self.num_tokens[:n], 0).sum())
 

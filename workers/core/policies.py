@@ -108,7 +108,7 @@ class Policy:
         terms, settings = self.terms, self._settings
         return (
             -request.rank * settings.class_weight_ms if terms.by_class else 0.0,
-            self._urgency_ms(request, now) if terms.urgency else 0.0,
+            self._urgency_ms(request, now, self.prefill_s(request)) if terms.urgency else 0.0,
             self.age_ms(request, now),
             -1000.0 * self.prefill_s(request) if terms.cost else 0.0,
             settings.nearly_complete_boost_ms if terms.nearly and self._nearly_complete(request) else 0.0,
@@ -117,15 +117,16 @@ class Policy:
         )
 
     def total(self, request: Request, now: float) -> float:
-        """The priority: the sum of `score`'s terms."""
+        """The priority: the sum of `score`'s terms, without making them."""
         terms, settings = self.terms, self._settings
         total = self.age_ms(request, now)
+        prefill_s = self.prefill_s(request)
         if terms.by_class and (rank := request.rank):
             total -= rank * settings.class_weight_ms
         if terms.urgency:
-            total += self._urgency_ms(request, now)
+            total += self._urgency_ms(request, now, prefill_s)
         if terms.cost:
-            total -= 1000.0 * self.prefill_s(request)
+            total -= 1000.0 * prefill_s
         if terms.nearly and self._nearly_complete(request):
             total += settings.nearly_complete_boost_ms
         if terms.debt:
@@ -155,7 +156,9 @@ class Policy:
 
         After it a deadline is doubtful at best.
         """
-        prefill = self.prefill_s(request)
+        return self._due_at(request, self.prefill_s(request))
+
+    def _due_at(self, request: Request, prefill: float) -> float:
         due = request.accepted_at + _LONG_S
         if self._settings.ttft_target_s and request.first_token_at is None and not request.resumed:
             due = min(due, request.accepted_at + self._settings.ttft_target_s - prefill)
@@ -189,9 +192,9 @@ class Policy:
         The earliest itself goes first by its age, if that outweighs something that speaks against it.
         """
         if request is first:
-            score = self.score(request, now)
-            against = -sum(term for term in score if term < 0)
-            return "aging_boost" if 0 < against <= score[REASONS.index("aging_boost")] else "arrival"
+            age = self.age_ms(request, now)
+            against = age - min(self.total(request, now), age)
+            return "aging_boost" if 0 < against <= age else "arrival"
         gains = [a - b for a, b in zip(self.score(request, now), self.score(first, now), strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         return REASONS[best] if gains[best] > 0 else "arrival"
@@ -221,11 +224,11 @@ class Policy:
     def debt_ms(self, request: Request) -> float:
         return self._debt_ms(request)
 
-    def _urgency_ms(self, request: Request, now: float) -> float:
+    def _urgency_ms(self, request: Request, now: float, prefill_s: float) -> float:
         """Grows as the slack falls below the horizon, and ends with it: what is late would only make others late."""
         if request.late:
             return -LATE_MS
-        slack = self.due_at(request) - now
+        slack = self._due_at(request, prefill_s) - now
         if not self.terms.horizon:
             return -1000.0 * (slack if slack >= 0 else _LONG_S)
         horizon = self._settings.urgency_horizon_s

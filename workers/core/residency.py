@@ -91,17 +91,25 @@ class Residency:
         self._hash(request, full)
         return request.block_hashes[full - 1]
 
+    def hash_ahead(self, request: Request) -> None:
+        """Names the full blocks of a request that decodes, so that `publish` has them when it leaves."""
+        if not request.no_cache:
+            self._hash(request, request.computed_tokens // self._pool.block_size)
+
     def pull_targets(self, request: Request) -> Sequence[int]:
         """Blocks of an adoption that its reads may write to: all but those it shares with the cache."""
         return request.block_ids[request.stored_blocks :]
 
     def release(self, request: Request, quarantined: Sequence[int] = ()) -> None:
         """Give back all blocks; `quarantined` ones of them stay aside until `quarantine_holder` is released."""
-        aside = frozenset(quarantined)
-        if not aside.issubset(request.block_ids):
-            raise InvariantError(f"request {request.key}: a read into blocks that it does not have")
-        self._pool.quarantine(quarantined, quarantine_holder(request.key))
-        self._pool.decref(block for block in reversed(request.block_ids) if block not in aside)
+        if quarantined:
+            aside = frozenset(quarantined)
+            if not aside.issubset(request.block_ids):
+                raise InvariantError(f"request {request.key}: a read into blocks that it does not have")
+            self._pool.quarantine(quarantined, quarantine_holder(request.key))
+            self._pool.decref(block for block in reversed(request.block_ids) if block not in aside)
+        else:
+            self._pool.decref(reversed(request.block_ids))
         request.block_ids = []
         request.stored_blocks = 0
         request.computed_tokens = 0

@@ -59,7 +59,7 @@ class Scheduler(Selection):
         if self._flight is not None:
             raise InvariantError("a step is already on its way")
         if len(self._unlearned) >= _UNLEARNED_STEPS:
-            self.learn()
+            self.catch_up()
         packing = self._select(self._steps, now)
         if not packing.num_rows and not packing.plan.swap_out:
             return None
@@ -118,13 +118,16 @@ class Scheduler(Selection):
         self._pause_wanted(now)
         return events
 
-    def learn(self) -> None:
-        """Teaches the predictor what steps took since the last call. For a time when nobody waits for a plan: it costs
-        as much as planning. `schedule` calls it when much is left over."""
+    def catch_up(self) -> None:
+        """What a step leaves to do for a time when nobody waits for a plan, since it costs as much as planning: teaches
+        the predictor what steps took, and hashes the blocks that decodes have filled. Never necessary: `schedule`
+        calls it when much is left over, and who leaves is hashed to the end."""
         if self._predictor is not None:
             for shape, seconds in self._unlearned:
                 self._predictor.observe(shape, seconds)
         self._unlearned.clear()
+        for request in self._batch.with_full_blocks():
+            self._residency.hash_ahead(request)
 
     # ---- looking
 

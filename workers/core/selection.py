@@ -300,7 +300,8 @@ class Selection(Suspension):
 
     def _start(self, packing: Packing, request: Request, now: float) -> bool:
         """KV admission and the first chunk; False and no change when blocks, tokens or time do not allow it."""
-        if not packing.chunk(request):
+        num_tokens = packing.chunk(request)
+        if not num_tokens:
             return False
         line = self._queues.line
         is_alone = request.state is State.WAITING and len(line) == 1
@@ -315,15 +316,18 @@ class Selection(Suspension):
         request.priority_reason = self._policy.reason(request, first, now) if first is not None else "arrival"
         if request.state is State.WAITING:
             request.ledger.cached_tokens = request.computed_tokens
-            self.service.charge_input(request.tenant_index, 0, request.computed_tokens)
+            if request.computed_tokens:
+                self.service.charge_input(request.tenant_index, 0, request.computed_tokens)
             self._joining = max(0, self._joining - 1)
         else:
             self._returned(request, now)
         if copy is not None:
             self._swap_in(packing, request, copy, now)
         self._queues.move(request, State.PREFILLING, now)
-        # What the cache or the host gave back may have made the chunk smaller, never larger than was asked for.
-        self._add_chunk(packing, request, max(1, packing.chunk(request)))
+        if request.computed_tokens:
+            # What the cache or the host gave back may have made the chunk smaller, never larger than was asked for.
+            num_tokens = max(1, packing.chunk(request))
+        self._add_chunk(packing, request, num_tokens)
         return True
 
     def _add_chunk(self, packing: Packing, request: Request, num_tokens: int) -> None:
