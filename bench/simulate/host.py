@@ -23,7 +23,9 @@ from workers.core.plan import StepResult
 from workers.core.prefix_cache import PrefixCache
 from workers.core.scheduler import Scheduler, SchedulerSettings
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 16, (64, 192)
+PROMPT_TOKENS = 16
+OUTPUT_TOKENS = ((64, 192), (512, 1_536))
+"""Shortest and longest answer of a table: what a step costs depends on how many requests start and end in it."""
 WARM_STEPS, STEPS = 250, 400
 STEP_S = 0.02
 """Of the clock that the scheduler is told."""
@@ -32,8 +34,11 @@ STEP_S = 0.02
 class Host:
     """A worker with `num_waiting` requests behind `max_num_seqs` full rows."""
 
-    def __init__(self, settings: SchedulerSettings, num_waiting: int, seed: int) -> None:
-        blocks = settings.max_num_seqs * -(-(PROMPT_TOKENS + OUTPUT_TOKENS[1]) // BLOCK_SIZE)
+    def __init__(
+        self, settings: SchedulerSettings, num_waiting: int, seed: int, answers: tuple[int, int] = OUTPUT_TOKENS[0]
+    ) -> None:
+        self._answers = answers
+        blocks = settings.max_num_seqs * -(-(PROMPT_TOKENS + answers[1]) // BLOCK_SIZE)
         pool = BlockPool(2 * blocks, BLOCK_SIZE)
         self._scheduler = Scheduler(settings, pool, PrefixCache(pool))
         self._random = Random(seed)
@@ -69,7 +74,7 @@ class Host:
         return ended
 
     def _arrive(self) -> None:
-        job = Job(self._now, PROMPT_TOKENS, self._random.randint(*OUTPUT_TOKENS))
+        job = Job(self._now, PROMPT_TOKENS, self._random.randint(*self._answers))
         request = request_of(job, next(self._numbers))
         began = perf_counter_ns()
         rejected = self._scheduler.submit(request, self._now)
@@ -78,7 +83,9 @@ class Host:
             raise RuntimeError(f"a request was refused: {rejected.reason}")
 
 
-def measure(max_num_seqs: int, num_waiting: int, seed: int, **changes: object) -> Row:
+def measure(
+    max_num_seqs: int, num_waiting: int, seed: int, answers: tuple[int, int] = OUTPUT_TOKENS[0], **changes: object
+) -> Row:
     """`changes`: further fields of SchedulerSettings. Raises Unsupported for an unknown one."""
     values: dict[str, object] = {
         "max_num_batched_tokens": 2 * max_num_seqs * PROMPT_TOKENS,
@@ -86,7 +93,7 @@ def measure(max_num_seqs: int, num_waiting: int, seed: int, **changes: object) -
         "long_prefill_token_threshold": 2_048,
         "max_model_len": 4_096,
     }
-    host = Host(settings_of(**(values | changes)), num_waiting, seed)
+    host = Host(settings_of(**(values | changes)), num_waiting, seed, answers)
     gc.collect()
     gc.disable()
     try:
@@ -109,12 +116,13 @@ def run(rows: Sequence[int], waiting: Sequence[int], seed: int, policy: str | No
     most, shortest = max(rows), min(waiting)
     pairs = [(few, shortest) for few in sorted(rows) if few < most] + [(most, queue) for queue in sorted(waiting)]
     changes = {} if policy is None else {"policy": policy}
-    note = (
-        f"real microseconds a step over {STEPS} steps after {WARM_STEPS} to warm up, garbage collector off; prompts of "
-        f"{PROMPT_TOKENS}, answers of {OUTPUT_TOKENS[0]}-{OUTPUT_TOKENS[1]} tokens, blocks of {BLOCK_SIZE}"
-    )
-    try:
-        measured = [measure(few, queue, seed, **changes) for few, queue in pairs]
-    except Unsupported as error:
-        raise SystemExit(f"not possible here: {error}") from error
-    print(f"\n{render(Table('host', note, measured))}")
+    for answers in OUTPUT_TOKENS:
+        note = (
+            f"real microseconds a step over {STEPS} steps after {WARM_STEPS} to warm up, garbage collector off; "
+            f"prompts of {PROMPT_TOKENS}, answers of {answers[0]}-{answers[1]} tokens, blocks of {BLOCK_SIZE}"
+        )
+        try:
+            measured = [measure(few, queue, seed, answers, **changes) for few, queue in pairs]
+        except Unsupported as error:
+            raise SystemExit(f"not possible here: {error}") from error
+        print(f"\n{render(Table('host', note, measured))}")
