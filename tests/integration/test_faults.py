@@ -79,6 +79,9 @@ class Load:
             try:
                 answer = ask(self._running, *self.requests[i], timeout_s=120)
             except HeadraceError as error:
+                if error.reason == "no_worker":  # refused before it began: what a client does then is to ask again
+                    time.sleep(0.2)
+                    continue
                 self.answers[i] = error
                 return
             first = answer if first is None else first
