@@ -250,6 +250,7 @@ class Scheduler(Selection):
     def _take_in_first(self, request: Request, token_id: int, sample_s: float, events: StepEvents, now: float) -> None:
         """The token at the end of a prefill."""
         request.append(token_id)
+        self.service.charge_output(request.tenant_index, 1)
         if request.first_token_at is None:
             request.first_token_at = now
             if not request.adopted:
