@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import grpc
 
@@ -236,7 +237,7 @@ def scheduler_settings(spec: WorkerSpec, runner: Runner) -> SchedulerSettings:
         max_reserved_kv_tokens=spec.max_reserved_kv_tokens,
         host_blocks=runner.host_blocks,
         host_copy_block_s=runner.host_copy_block_s,
-        **spec.scheduling.model_dump(),
+        **asdict(spec.scheduling),
     )
 
 

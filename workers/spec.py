@@ -8,35 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.core.fairness import ServiceWeights
 from headrace.core.records import Role
+from workers.core.settings import SchedulingOptions
 from workers.model.weight_format import WeightFormat
-
-
-class SchedulingSpec(BaseModel):
-    """Fields of `workers.core.settings.SchedulerSettings` under the same names, which explains them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    policy: str = "slo_fair"
-    batching: str = "continuous"
-    batch_window_s: float = 0.05
-    chunk_mode: str = "adaptive"
-    itl_target_s: float = 0.0
-    itl_quantile: float = 0.95
-    max_decode_rows: int = 0
-    min_prefill_share: float = 0.1
-    next_token_deadline_s: float = 1.0
-    age_boost_ms_per_s: float = 1000.0
-    ttft_target_s: float = 2.0
-    urgency_horizon_s: float = 1.0
-    nearly_complete_boost_ms: float = 500.0
-    class_weight_ms: float = 1000.0
-    mlfq_quantum_tokens: int = 512
-    fairness_weight_ms: float = 1.0
-    lost_deadline: str = "reject"
-    min_progress_tokens: int = 16
-    nearly_finished_bonus_ms: float = 500.0
-    deadline_penalty_ms: float = 2000.0
-    route_when_preempted: bool = False
 
 
 class WorkerSpec(BaseModel):
@@ -63,7 +36,7 @@ class WorkerSpec(BaseModel):
     max_waiting_tokens: int = 1_000_000
     max_queue_s: float | None = None
     max_reserved_kv_tokens: int | None = None
-    scheduling: SchedulingSpec = SchedulingSpec()
+    scheduling: SchedulingOptions = SchedulingOptions()
     service: ServiceWeights = ServiceWeights()
     """The same in the whole deployment: the pools' service of a tenant is added up."""
     swap_bytes: int = 0

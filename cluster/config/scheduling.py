@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.config.section import Milliseconds, Section
-from workers.spec import SchedulingSpec
+from workers.core.settings import SchedulingOptions
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -73,9 +73,9 @@ class SchedulingConfig(Section):
     service_weights: ServiceWeightsConfig = ServiceWeightsConfig()
     """The same in all pools."""
 
-    def spec(self, route_when_preempted: bool) -> SchedulingSpec:
+    def spec(self, route_when_preempted: bool) -> SchedulingOptions:
         """The worker's form, in its units."""
         values = self.model_dump(exclude={"service_weights"})
         for name in ("batch_window", "itl_target", "next_token_deadline", "ttft_target", "urgency_horizon"):
             values[f"{name}_s"] = values.pop(f"{name}_ms") / 1000.0
-        return SchedulingSpec(**values, route_when_preempted=route_when_preempted)
+        return SchedulingOptions(**values, route_when_preempted=route_when_preempted)

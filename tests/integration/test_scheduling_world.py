@@ -13,7 +13,7 @@ from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from router.worker_metrics import WorkerMetrics
 from tests.world import World, expected, spec, world
-from workers.spec import SchedulingSpec
+from workers.core.settings import SchedulingOptions
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 
@@ -50,8 +50,11 @@ async def scrape(w: World) -> Scraped:
 def test_each_pool_schedules_by_its_own_settings() -> None:
     async def main() -> None:
         by_role: dict[Role, dict[str, object]] = {
-            P: {"scheduling": SchedulingSpec(policy="deadline", chunk_mode="fixed"), "long_prefill_token_threshold": 8},
-            D: {"scheduling": SchedulingSpec(policy="fcfs"), "swap_bytes": 128 * 16 * 8},
+            P: {
+                "scheduling": SchedulingOptions(policy="deadline", chunk_mode="fixed"),
+                "long_prefill_token_threshold": 8,
+            },
+            D: {"scheduling": SchedulingOptions(policy="fcfs"), "swap_bytes": 128 * 16 * 8},
         }
         async with world(P, D, by_role=by_role) as w:
             request = spec([5] * 40, 6, ignore_eos=True)
@@ -120,7 +123,7 @@ def test_requests_given_up_for_others_end_like_all_others(roles: tuple[Role, ...
     """Also where the worker's spec promises another one that is not there (any more)."""
 
     async def main() -> None:
-        scheduling = SchedulingSpec(route_when_preempted=True, policy="decode_first")
+        scheduling = SchedulingOptions(route_when_preempted=True, policy="decode_first")
         options = {"num_blocks": 16, "step_s": 0.002, "scheduling": scheduling, "long_prefill_token_threshold": 2}
         async with world(*roles, **options) as w:  # type: ignore[arg-type]
             for worker in w.workers.values():

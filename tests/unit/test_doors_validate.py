@@ -1,4 +1,7 @@
-"""Every bad value is refused by the name of its field and its limit; neutral values of options not served pass."""
+"""Every bad value is refused by the name of its field and its limit; neutral values of options not served pass.
+
+Over 400 lines: one table for each door's fields.
+"""
 
 from __future__ import annotations
 

@@ -169,3 +169,20 @@ def test_a_place_in_a_batch_is_not_kept_for_a_later_one() -> None:
     newcomer: Request = world.submit(4, max_tokens=4)
     world.step()
     assert (first.state, newcomer.state) == (State.DECODING, State.WAITING)
+
+
+def test_a_look_at_lower_classes_that_is_in_vain_is_not_repeated_in_every_step() -> None:
+    # Was: every step walked over all blocks of all lower rows, several times, as long as preempting did not pay.
+    world = World(make_settings(max_num_seqs=30, class_weight_ms=1.0, age_boost_ms_per_s=0.0, **EASY), num_blocks=2_000)
+    for _ in range(30):
+        world.submit(36, max_tokens=100, priority=1, no_cache=True)
+    while world.scheduler.load(0, world.now).running_requests < 30 or world.scheduler._queues.prefilling:
+        world.step()
+    waits = world.submit(8)
+    looks = []
+    choose = world.scheduler._preemption.choose_victim
+    world.scheduler._preemption.choose_victim = lambda *args: looks.append(world.now) or choose(*args)  # type: ignore
+    for _ in range(36):
+        world.step()
+    assert waits.state is State.WAITING
+    assert 1 <= len(looks) <= 36 // 9

@@ -31,30 +31,9 @@ class ChunkMode(StrEnum):
     """As many as the step's predicted time allows; fixed while there is no prediction or no decode to protect."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Raises ValueError when a step could have room for decodes alone, or none at all, or a number makes no sense."""
-
-    max_num_batched_tokens: int
-    """Tokens computed in one step."""
-    max_num_seqs: int
-    """Rows in one step, and requests that compute here at the same time."""
-    long_prefill_token_threshold: int
-    """Most prompt tokens of one request in one step."""
-    block_size: int
-    max_waiting_requests: int
-    """Bound of the queue of prefills, and of the queue of adoptions."""
-    max_waiting_tokens: int
-    """Bound of uncomputed tokens in the queue of prefills; a single request may be longer."""
-    watermark_blocks: int
-    """Blocks left available at an admission while others run, so that their next growth preempts nobody."""
-    max_model_len: int
-    """Longest prompt + output, in tokens."""
-    eos_token_ids: tuple[int, ...]
-    max_queue_s: float | None = None
-    """Bound of the predicted time of the queue of prefills; None: none. A single request may take longer."""
-    max_reserved_kv_tokens: int | None = None
-    """Bound of the tokens, expected outputs too, of all that is here; None: none. A single request may be longer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingOptions:
+    """What an operator may choose for each pool; `cluster.config.scheduling` has the same with a person's units."""
 
     batching: str = Batching.CONTINUOUS
     batch_window_s: float = 0.05
@@ -90,10 +69,6 @@ class SchedulerSettings:
     lost_deadline: str = "reject"
     """What becomes of a waiting request that cannot meet its deadline any more: reject | best_effort."""
 
-    host_blocks: int = 0
-    """Blocks of host memory for preempted requests; 0: preempted KV is always recomputed."""
-    host_copy_block_s: float = 0.0
-    """Seconds to copy one block to the host, or back."""
     min_progress_tokens: int = 16
     """Tokens a request computes after a preemption before it may be preempted again."""
     nearly_finished_bonus_ms: float = 500.0
@@ -102,6 +77,36 @@ class SchedulerSettings:
     """What keeps a request from being preempted that would miss its deadline for it."""
     route_when_preempted: bool = False
     """There are other workers of this role: a victim that has received little goes there instead of waiting here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings(SchedulingOptions):
+    """Raises ValueError when a step could have room for decodes alone, or none at all, or a number makes no sense."""
+
+    max_num_batched_tokens: int
+    """Tokens computed in one step."""
+    max_num_seqs: int
+    """Rows in one step, and requests that compute here at the same time."""
+    long_prefill_token_threshold: int
+    """Most prompt tokens of one request in one step."""
+    block_size: int
+    max_waiting_requests: int
+    """Bound of the queue of prefills, and of the queue of adoptions."""
+    max_waiting_tokens: int
+    """Bound of uncomputed tokens in the queue of prefills; a single request may be longer."""
+    watermark_blocks: int
+    """Blocks left available at an admission while others run, so that their next growth preempts nobody."""
+    max_model_len: int
+    """Longest prompt + output, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    max_queue_s: float | None = None
+    """Bound of the predicted time of the queue of prefills; None: none. A single request may take longer."""
+    max_reserved_kv_tokens: int | None = None
+    """Bound of the tokens, expected outputs too, of all that is here; None: none. A single request may be longer."""
+    host_blocks: int = 0
+    """Blocks of host memory for preempted requests; 0: preempted KV is always recomputed."""
+    host_copy_block_s: float = 0.0
+    """Seconds to copy one block to the host, or back."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "long_prefill_token_threshold", "block_size", "mlfq_quantum_tokens"):
