@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.core.records import WorkerLoad
+import numpy as np
+
+from headrace.core.records import CacheChange, WorkerLoad
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2 as pb
 from router.answer import Branch
@@ -73,7 +75,23 @@ def load(message: pb.LoadReport) -> WorkerLoad:
         total_blocks=message.total_blocks,
         step_age_s=message.step_age_s,
         step_s=message.step_s,
+        cache_epoch=message.cache_epoch,
+        cache_seq=message.cache_seq,
+        queue_s=message.queue_s,
+        decode_rows=message.decode_rows,
+        decode_context=message.decode_context,
+        expected_output_tokens=message.expected_output_tokens,
+        step_costs=tuple(message.step_costs),
+        eviction_ms_per_block=message.eviction_ms_per_block,
+        restore_block_s=message.restore_block_s,
+        closed=message.closed,
     )
+
+
+def cache_change(message: pb.CacheEvents) -> CacheChange:
+    """Raises ValueError for keys that are no whole number of 8 bytes."""
+    stored, removed = (tuple(np.frombuffer(keys, "<u8").tolist()) for keys in (message.stored, message.removed))
+    return CacheChange(message.epoch, message.from_seq, message.to_seq, stored, removed, message.snapshot)
 
 
 def error(message: pb.Failed) -> HeadraceError:

@@ -15,6 +15,31 @@ def token_hash(token_ids: Sequence[int]) -> bytes:
     return blake2b(packed, digest_size=8, person=b"headrace/output").digest()
 
 
+def cache_key(block_hash: bytes) -> int:
+    """A block hash as the prefix index and cache events name it: its first 8 bytes.
+
+    Two blocks with one key cost a wrong guess of where a prefix is, never a wrong block.
+    """
+    return int.from_bytes(block_hash[:8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """Net changes of a worker's cache from change number `from_seq` to `to_seq` of an epoch; keys of `cache_key`.
+
+    A block is stored when any tier has it, removed when none has it any more; `stored` and `removed` have no key in
+    common. A new epoch begins when everything was dropped; within a worker's incarnation epochs only grow.
+    """
+
+    epoch: int
+    from_seq: int
+    to_seq: int
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    is_snapshot: bool = False
+    """`stored` is everything that is cached."""
+
+
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -51,6 +76,24 @@ class WorkerLoad:
     total_blocks: int = 0
     step_age_s: float = 0.0
     step_s: float = 0.0
+    cache_epoch: int = 0
+    cache_seq: int = 0
+    """Where the cache's changes stand, see `CacheChange`."""
+    queue_s: float = 0.0
+    """Predicted time of the prefills that wait or run."""
+    decode_rows: int = 0
+    decode_context: int = 0
+    """Tokens that those rows attend to."""
+    expected_output_tokens: int = 0
+    """Still to come, of all that decodes."""
+    step_costs: tuple[float, ...] = ()
+    """Seconds of each of `headrace.core.step_shape.FEATURES`; empty: not known."""
+    eviction_ms_per_block: float = 0.0
+    """Prefill time that the next evictions give up, each."""
+    restore_block_s: float = 0.0
+    """To bring a block back from host memory; 0: no such tier."""
+    closed: str = ""
+    """Why no new request is let in; empty: open."""
 
 
 @dataclass(slots=True)

@@ -7,18 +7,44 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat")
+    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat", "cache_resync", "clear_cache", "resume")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_RESYNC_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     adopt: Adopt
     finish: Finish
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    cache_resync: CacheResync
+    clear_cache: ClearCache
+    resume: Resume
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class CacheResync(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClearCache(_message.Message):
+    __slots__ = ("tenant", "all")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    all: bool
+    def __init__(self, tenant: _Optional[str] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("handle", "token_ids")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("gateway_id",)
@@ -99,16 +125,26 @@ class RequestBody(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., time_left_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., no_cache: _Optional[bool] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., endpoint: _Optional[str] = ..., task: _Optional[str] = ..., reserved_output_tokens: _Optional[int] = ..., steps_left: _Optional[int] = ..., tenant_service: _Optional[float] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "submit_seq", "body", "hand_off")
+    __slots__ = ("handle", "submit_seq", "body", "hand_off", "fetch")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     handle: int
     submit_seq: int
     body: RequestBody
     hand_off: bool
-    def __init__(self, handle: _Optional[int] = ..., submit_seq: _Optional[int] = ..., body: _Optional[_Union[RequestBody, _Mapping]] = ..., hand_off: _Optional[bool] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, handle: _Optional[int] = ..., submit_seq: _Optional[int] = ..., body: _Optional[_Union[RequestBody, _Mapping]] = ..., hand_off: _Optional[bool] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("source", "num_blocks")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    source: PeerAddress
+    num_blocks: int
+    def __init__(self, source: _Optional[_Union[PeerAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("handle", "submit_seq", "body", "source")
@@ -141,7 +177,7 @@ class Finish(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("hello", "started", "tokens", "done", "failed", "load", "prefilled")
+    __slots__ = ("hello", "started", "tokens", "done", "failed", "load", "prefilled", "cache", "paused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +185,8 @@ class SessionResponse(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     started: Started
     tokens: Tokens
@@ -156,7 +194,33 @@ class SessionResponse(_message.Message):
     failed: Failed
     load: LoadReport
     prefilled: Prefilled
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+    cache: CacheEvents
+    paused: Paused
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("epoch", "from_seq", "to_seq", "snapshot", "stored", "removed")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FROM_SEQ_FIELD_NUMBER: _ClassVar[int]
+    TO_SEQ_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    from_seq: int
+    to_seq: int
+    snapshot: bool
+    stored: bytes
+    removed: bytes
+    def __init__(self, epoch: _Optional[int] = ..., from_seq: _Optional[int] = ..., to_seq: _Optional[int] = ..., snapshot: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+
+class Paused(_message.Message):
+    __slots__ = ("handle", "keep")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    keep: str
+    def __init__(self, handle: _Optional[int] = ..., keep: _Optional[str] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("handle", "ledger")
@@ -261,7 +325,7 @@ class WorkerLedger(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., hand_off_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., lane: _Optional[str] = ..., tool_wait_s: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("submit_seq", "waiting_requests", "waiting_tokens", "running_requests", "adopting_requests", "free_blocks", "evictable_blocks", "total_blocks", "step_age_s", "step_s")
+    __slots__ = ("submit_seq", "waiting_requests", "waiting_tokens", "running_requests", "adopting_requests", "free_blocks", "evictable_blocks", "total_blocks", "step_age_s", "step_s", "cache_epoch", "cache_seq", "queue_s", "decode_rows", "decode_context", "expected_output_tokens", "step_costs", "eviction_ms_per_block", "restore_block_s", "closed")
     SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +336,16 @@ class LoadReport(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SEQ_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_MS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_BLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
     submit_seq: int
     waiting_requests: int
     waiting_tokens: int
@@ -282,7 +356,17 @@ class LoadReport(_message.Message):
     total_blocks: int
     step_age_s: float
     step_s: float
-    def __init__(self, submit_seq: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., adopting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    cache_epoch: int
+    cache_seq: int
+    queue_s: float
+    decode_rows: int
+    decode_context: int
+    expected_output_tokens: int
+    step_costs: _containers.RepeatedScalarFieldContainer[float]
+    eviction_ms_per_block: float
+    restore_block_s: float
+    closed: str
+    def __init__(self, submit_seq: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., adopting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache_epoch: _Optional[int] = ..., cache_seq: _Optional[int] = ..., queue_s: _Optional[float] = ..., decode_rows: _Optional[int] = ..., decode_context: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., step_costs: _Optional[_Iterable[float]] = ..., eviction_ms_per_block: _Optional[float] = ..., restore_block_s: _Optional[float] = ..., closed: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("open", "verify", "pulled", "close", "heartbeat")
@@ -299,20 +383,22 @@ class LeaseRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[LeaseOpen, _Mapping]] = ..., verify: _Optional[_Union[LeaseVerify, _Mapping]] = ..., pulled: _Optional[_Union[LeasePulled, _Mapping]] = ..., close: _Optional[_Union[LeaseClose, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LeaseOpen(_message.Message):
-    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "fingerprint", "lane")
+    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "fingerprint", "lane", "block_hashes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reader: PeerAddress
     holder_incarnation: str
     fingerprint: str
     lane: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., lane: _Optional[str] = ...) -> None: ...
+    block_hashes: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., lane: _Optional[str] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
 
 class LeaseVerify(_message.Message):
     __slots__ = ("lease_id", "holder_incarnation")
@@ -405,7 +491,7 @@ class BlockHolder(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatusResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport", "policy", "predictor_ready", "predictor_error", "predictor_samples", "histograms", "tenant_service", "refusals", "last_schedule_s", "last_apply_s", "host_blocks", "free_host_blocks", "reserved_kv_tokens", "queue_s")
+    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport", "policy", "predictor_ready", "predictor_error", "predictor_samples", "histograms", "tenant_service", "refusals", "last_schedule_s", "last_apply_s", "host_blocks", "free_host_blocks", "reserved_kv_tokens", "queue_s", "tiers", "tenant_caches")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -463,6 +549,8 @@ class WorkerStatusResponse(_message.Message):
     FREE_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CACHES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -492,7 +580,33 @@ class WorkerStatusResponse(_message.Message):
     free_host_blocks: int
     reserved_kv_tokens: int
     queue_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., policy: _Optional[str] = ..., predictor_ready: _Optional[bool] = ..., predictor_error: _Optional[float] = ..., predictor_samples: _Optional[int] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., tenant_service: _Optional[_Mapping[str, float]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., last_schedule_s: _Optional[float] = ..., last_apply_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., free_host_blocks: _Optional[int] = ..., reserved_kv_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
+    tenant_caches: _containers.RepeatedCompositeFieldContainer[TenantCache]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., policy: _Optional[str] = ..., predictor_ready: _Optional[bool] = ..., predictor_error: _Optional[float] = ..., predictor_samples: _Optional[int] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., tenant_service: _Optional[_Mapping[str, float]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., last_schedule_s: _Optional[float] = ..., last_apply_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., free_host_blocks: _Optional[int] = ..., reserved_kv_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenant_caches: _Optional[_Iterable[_Union[TenantCache, _Mapping]]] = ...) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("name", "capacity_blocks", "cached_blocks", "used_blocks", "free_blocks", "block_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    capacity_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    free_blocks: int
+    block_bytes: int
+    def __init__(self, name: _Optional[str] = ..., capacity_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class TenantCache(_message.Message):
+    __slots__ = ("tenant", "blocks")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Histogram(_message.Message):
     __slots__ = ("bounds", "counts", "sum")
