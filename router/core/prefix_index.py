@@ -1,0 +1,226 @@
+"""Which worker has which block: built from the workers' cache changes, asked for the leading run of a prompt.
+
+One dictionary from block key to a bit mask of worker slots, and for each slot the set of keys that its worker has
+told of. A mask's bit is set while the worker has the block, or is expected to make it (see `PrefixIndex.expect`).
+Keys are chained hashes, so a key stands for everything before it too; what is wrong here costs a wrong guess of where
+a prefix is, never a wrong block. Does not: know time of its own, ask for snapshots, know why a block is there.
+
+| invariant | kept by |
+| --- | --- |
+| nothing is claimed of a position that was not told | a change that does not continue the known one is a gap |
+| what is refused at the cap is asked for again | `behind` is true of such a worker as soon as there is room |
+| a mask without bits is not kept | `_unset` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.core.records import CacheChange
+
+DEFAULT_MAX_ENTRIES = 4_000_000
+ROOM_SHARE = 0.9
+"""A worker that was refused entries is asked for a snapshot when no more than this share of the cap is in use."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    epoch: int = -1
+    seq: int = 0
+    in_gap: bool = True
+    """Nothing that was told can be continued until a snapshot comes."""
+    was_refused: bool = False
+    keys: set[int] = field(default_factory=set)
+    expected: dict[int, int] = field(default_factory=dict)
+    """Key -> the latest expectation that names it."""
+
+
+class PrefixIndex:
+    """See the module's docstring. Slots are small numbers that the caller gives to workers, and may give again."""
+
+    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
+        """max_entries: (block, worker) pairs."""
+        self._max_entries = max_entries
+        self._masks: dict[int, int] = {}
+        self._slots: dict[int, _Slot] = {}
+        self._tickets: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._due: list[tuple[float, int]] = []
+        self._next_ticket = 1
+        self._rows: dict[int, NDArray[np.int64]] = {}
+        self._width = 64
+        self.entries = 0
+        """(Block, worker) pairs told by workers."""
+        self.refused_entries = 0
+        """Pairs not taken for want of room, since the start."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks, expected ones included."""
+        return len(self._masks)
+
+    # ---- what the workers tell
+
+    def apply(self, slot: int, change: CacheChange) -> bool:
+        """Takes a change; old and repeated ones are ignored. False: one before it is missing, ask for a snapshot."""
+        known = self._slot(slot)
+        told, have = (change.epoch, change.to_seq), (known.epoch, known.seq)
+        if told < have or (told == have and not change.is_snapshot):
+            return not known.in_gap
+        if change.is_snapshot:
+            self._replace(slot, known, change)
+            return True
+        if change.epoch > known.epoch:
+            self._drop(slot, known, known.keys)
+        if known.in_gap or change.epoch != known.epoch or change.from_seq != known.seq:
+            known.in_gap = True
+            return False
+        self._drop(slot, known, change.removed)
+        self._take(slot, known, change.stored)
+        known.seq = change.to_seq
+        return True
+
+    def behind(self, slot: int, epoch: int, seq: int) -> bool:
+        """Whether a snapshot is needed, given where the worker says that its changes stand."""
+        known = self._slots.get(slot)
+        if known is None or known.in_gap:
+            return True
+        if known.was_refused and self.entries <= ROOM_SHARE * self._max_entries:
+            return True
+        return (epoch, seq) > (known.epoch, known.seq)
+
+    def forget(self, slot: int) -> None:
+        """The worker is gone: its entries go, and what was expected of it."""
+        known = self._slots.pop(slot, None)
+        if known is None:
+            return
+        self._unset(slot, known.keys | known.expected.keys())
+        self.entries -= len(known.keys)
+        for ticket in [t for t, (at, _) in self._tickets.items() if at == slot]:
+            del self._tickets[ticket]
+
+    # ---- what this gateway expects
+
+    def expect(self, slot: int, keys: Sequence[int], until: float) -> int:
+        """A request that was just sent there will make these blocks: claims them until the worker tells of them, the
+        ticket returned is withdrawn, or `until` has passed.
+        """
+        known = self._slot(slot)
+        fresh = tuple(key for key in keys if key not in known.keys)
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        bit, masks = 1 << slot, self._masks
+        for key in fresh:
+            masks[key] = masks.get(key, 0) | bit
+            known.expected[key] = ticket
+        self._tickets[ticket] = (slot, fresh)
+        heappush(self._due, (until, ticket))
+        return ticket
+
+    def withdraw(self, ticket: int) -> None:
+        """The request did not get there, or has ended. What a later ticket expects stays."""
+        slot, keys = self._tickets.pop(ticket, (-1, ()))
+        known = self._slots.get(slot)
+        if known is None:
+            return
+        gone = [key for key in keys if known.expected.get(key) == ticket]
+        for key in gone:
+            del known.expected[key]
+        self._unset(slot, gone)
+
+    def expire(self, now: float) -> None:
+        """Withdraws what was expected by now."""
+        while self._due and self._due[0][0] <= now:
+            self.withdraw(heappop(self._due)[1])
+
+    # ---- what is asked
+
+    def lookup(self, keys: Sequence[int], num_slots: int) -> NDArray[np.int64]:
+        """[num_slots] blocks of the leading run of `keys` that each worker has."""
+        depths = np.zeros(max(num_slots, self._width), np.int64)
+        get = self._masks.get
+        mask, since, at = -1, 0, 0
+        for at, key in enumerate(keys):
+            have = get(key, 0)
+            if mask & have != mask:
+                if at > since:
+                    depths += (at - since) * self._row(mask)
+                    since = at
+                mask = mask & have if mask >= 0 else have
+                if not mask:
+                    break
+        else:
+            at = len(keys)
+        if mask > 0:
+            depths += (at - since) * self._row(mask)
+        return depths[:num_slots]
+
+    def holders(self, key: int) -> list[int]:
+        """Slots whose workers have, or are expected to make, this block."""
+        mask = self._masks.get(key, 0)
+        return [slot for slot in range(mask.bit_length()) if mask >> slot & 1]
+
+    def keys_of(self, slot: int) -> frozenset[int]:
+        """What the worker has told of."""
+        known = self._slots.get(slot)
+        return frozenset(known.keys) if known else frozenset()
+
+    # ---- inside
+
+    def _slot(self, slot: int) -> _Slot:
+        known = self._slots.get(slot)
+        if known is None:
+            known = self._slots[slot] = _Slot()
+            while self._width <= slot:
+                self._width *= 2
+                self._rows.clear()
+        return known
+
+    def _row(self, mask: int) -> NDArray[np.int64]:
+        row = self._rows.get(mask)
+        if row is None:
+            if len(self._rows) > 4096:
+                self._rows.clear()
+            packed = np.frombuffer(mask.to_bytes(self._width // 8, "little"), np.uint8)
+            row = self._rows[mask] = np.unpackbits(packed, bitorder="little").astype(np.int64)
+        return row
+
+    def _replace(self, slot: int, known: _Slot, snapshot: CacheChange) -> None:
+        stored = set(snapshot.stored)
+        self._drop(slot, known, known.keys - stored)
+        known.was_refused = False
+        known.epoch, known.seq, known.in_gap = snapshot.epoch, snapshot.to_seq, False
+        self._take(slot, known, snapshot.stored)
+
+    def _take(self, slot: int, known: _Slot, keys: Iterable[int]) -> None:
+        bit, masks, have, expected = 1 << slot, self._masks, known.keys, known.expected
+        for key in keys:
+            if key in have:
+                continue
+            if self.entries >= self._max_entries:
+                known.was_refused = True
+                self.refused_entries += 1
+                continue
+            mask = masks.get(key)
+            masks[key] = bit if mask is None else mask | bit
+            have.add(key)
+            self.entries += 1
+            expected.pop(key, None)
+
+    def _drop(self, slot: int, known: _Slot, keys: Iterable[int]) -> None:
+        gone = [key for key in keys if key in known.keys]
+        known.keys.difference_update(gone)
+        self.entries -= len(gone)
+        self._unset(slot, gone)
+
+    def _unset(self, slot: int, keys: Iterable[int]) -> None:
+        bit, masks = 1 << slot, self._masks
+        for key in keys:
+            mask = masks[key] & ~bit
+            if mask:
+                masks[key] = mask
+            else:
+                del masks[key]
