@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check a configuration file, or show what it resolves to.")
 app.add_typer(config_app, name="config")
+cache_app = typer.Typer(no_args_is_help=True, help="Look at the workers' prefix caches, or empty them.")
+app.add_typer(cache_app, name="cache")
 
 Address = Annotated[
     str, typer.Option(envvar="HEADRACE_ADDRESS", metavar="HOST:PORT", help="gRPC address of the gateway.")
@@ -169,6 +171,61 @@ def audit(
         else:
             cli_output.print_audit(answer)
         if not answer.clean:
+            sys.exit(EXIT_FAILED)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="REQUEST", help="The request's id, as it was sent or answered.")],
+    as_json: Json = False,
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+) -> None:
+    """Show why a request went where it went: every way that was possible, with its cost in milliseconds."""
+    with _errors():
+        from headrace import cli_output
+        from headrace.client import HeadraceClient
+
+        with HeadraceClient(address, api_key=api_key, timeout_s=10.0) as client:
+            answer = client.explain(request_id)
+        if as_json:
+            cli_output.print_json(answer)
+        else:
+            cli_output.print_routing(answer)
+
+
+@cache_app.command("show")
+def cache_show(as_json: Json = False, address: Address = DEFAULT_ADDRESS, api_key: ApiKey = None) -> None:
+    """Show what each worker has cached in which tier, and what it was good for."""
+    with _errors():
+        from headrace import cli_output
+        from headrace.client import HeadraceClient
+
+        with HeadraceClient(address, api_key=api_key, timeout_s=10.0) as client:
+            answer = client.status()
+        if as_json:
+            cli_output.print_json(answer)
+        else:
+            cli_output.print_cache(answer)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    tenant: Annotated[str, typer.Option(help="Whose blocks; this key's own tenant when left out.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Of every tenant.")] = False,
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    token: Annotated[str | None, typer.Option(envvar="HEADRACE_CLUSTER_TOKEN", help="The cluster's own.")] = None,
+) -> None:
+    """Forget cached prefixes in all tiers of all workers; running requests go on."""
+    with _errors():
+        from headrace.client import HeadraceClient
+
+        with HeadraceClient(address, api_key=api_key, cluster_token=token, timeout_s=10.0) as client:
+            answer = client.clear_cache(tenant, everything=everything)
+        print(f"told {', '.join(answer.workers) or 'nobody'}")
+        if answer.unreachable:
+            _complain(f"not reached, told when they are back: {', '.join(answer.unreachable)}")
             sys.exit(EXIT_FAILED)
 
 

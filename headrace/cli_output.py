@@ -99,6 +99,62 @@ def print_status(answer: admin_pb2.StatusResponse) -> None:
     console.print(table)
 
 
+def print_cache(answer: admin_pb2.StatusResponse) -> None:
+    """Two tables: blocks by worker and tier; what the cache saved."""
+    console = Console(highlight=False)
+    tiers = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "tier", "cached", "in use", "free", "of", "size"):
+        tiers.add_column(column, no_wrap=True, justify="left" if column in ("worker", "tier") else "right")
+    saved = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "lookups", "hit tokens", "of them in part blocks", "saved", "evictions", "given up"):
+        saved.add_column(column, no_wrap=True, justify="left" if column == "worker" else "right")
+    for view in answer.workers:
+        if not view.HasField("status"):
+            tiers.add_row(view.worker_id, "[red]no answer[/red]", *["-"] * 5)
+            continue
+        for tier in view.status.tiers:
+            numbers = (tier.cached_blocks, tier.used_blocks, tier.free_blocks, tier.capacity_blocks)
+            size = f"{tier.capacity_blocks * tier.block_bytes / 2**20:,.0f} MiB"
+            tiers.add_row(view.worker_id, tier.name, *(f"{n:,}" for n in numbers), size)
+        counters = view.status.counters
+        names = ("prefix_lookups", "cached_tokens_hit", "partial_tokens_hit", "saved_prefill_ms", "evictions")
+        lookups, hit, part, saved_ms, evictions = (counters.get(name, 0.0) for name in names)
+        row = (f"{lookups:,.0f}", f"{hit:,.0f}", f"{part:,.0f}", f"{saved_ms / 1e3:,.1f} s", f"{evictions:,.0f}")
+        saved.add_row(view.worker_id, *row, f"{counters.get('evicted_ms', 0.0) / 1e3:,.1f} s")
+    console.print(tiers)
+    console.print()
+    console.print(saved)
+    tenants: dict[str, int] = {}
+    for view in answer.workers:
+        for entry in view.status.tenant_caches:
+            tenants[entry.tenant] = tenants.get(entry.tenant, 0) + entry.blocks
+    if tenants:
+        parts = sorted(tenants.items(), key=lambda item: -item[1])
+        console.print("\nblocks by tenant: " + ", ".join(f"{name} {blocks:,}" for name, blocks in parts))
+
+
+def print_routing(answer: inference_pb2.ExplainResponse) -> None:
+    console = Console(highlight=False)
+    for decision in answer.decisions:
+        realised = f", was {decision.realised_ms:.1f} ms" if decision.realised_ms else ""
+        console.print(
+            f"[bold]attempt {decision.attempt}, {decision.stage}[/bold] by {decision.policy}: {decision.reason}; "
+            f"{decision.matched_tokens} of {decision.prompt_tokens} tokens known somewhere; "
+            f"predicted {decision.predicted_ms:.1f} ms{realised}"
+        )
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("", "plan", "worker", "from", "cached", "ms", "terms"):
+            table.add_column(column, justify="right" if column in ("cached", "ms") else "left")
+        for row in decision.candidates:
+            terms = ", ".join(f"{term.name} {term.ms:.1f}" for term in row.terms if abs(term.ms) >= 0.05)
+            source = f"{row.fetch_from} ({row.fetch_blocks} blocks)" if row.fetch_from else ""
+            mark = "*" if row.chosen else ""
+            table.add_row(mark, row.kind, row.worker, source, str(row.cached_tokens), f"{row.cost_ms:.1f}", terms)
+        console.print(table)
+        if decision.num_candidates > len(decision.candidates):
+            console.print(f"and {decision.num_candidates - len(decision.candidates)} more")
+
+
 def print_audit(answer: admin_pb2.AuditResponse) -> None:
     console = Console(highlight=False)
     for finding in answer.findings:

@@ -167,6 +167,14 @@ class HeadraceClient:
         """What the deployment still holds, after waiting up to `settle_s` seconds for quiescence."""
         return self._call(self._admin.Audit, admin_pb2.AuditRequest(settle_s=settle_s))
 
+    def clear_cache(self, tenant: str = "", *, everything: bool = False) -> admin_pb2.ClearCacheResponse:
+        """Has the workers forget what is cached for the tenant (this key's own unless named), or for all."""
+        return self._call(self._admin.ClearCache, admin_pb2.ClearCacheRequest(tenant=tenant, all=everything))
+
+    def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
+        """Why one of this tenant's latest requests went where it went, with the costs of what else was possible."""
+        return self._call(self._inference.Explain, inference_pb2.ExplainRequest(request_id=request_id))
+
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s
 

@@ -1,4 +1,4 @@
-"""The Admin service of a gateway: membership from the controller, status and audit for people."""
+"""The Admin service of a gateway: membership from the controller; status, audit and cache control for people."""
 
 from __future__ import annotations
 
@@ -58,6 +58,20 @@ class AdminService(rpc.AdminServicer):
             bookings=status.gateway.bookings,
             quarantined_blocks=sum(w.quarantined_blocks for w in workers),
         )
+
+    async def ClearCache(
+        self, request: pb.ClearCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ClearCacheResponse:
+        """A key's own tenant; any tenant, or all, with the cluster token or where no keys are in use."""
+        own = "" if self._is_cluster(context) else await self._authenticator.require_grpc(context)
+        is_free = not own or not self._authenticator.required
+        if not is_free and (request.all or request.tenant not in ("", own)):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "a key clears its own tenant only")
+        tenant = request.tenant or own
+        if not request.all and not tenant:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "tenant: a name is needed, or all")
+        told, unreachable = self._gateway.clear_cache(None if request.all else tenant)
+        return pb.ClearCacheResponse(workers=told, unreachable=unreachable)
 
     def _findings(self, status: pb.StatusResponse) -> list[str]:
         gateway = GatewayAccount(self._gateway.live_ids(), status.gateway.bookings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.core.admission_records import Ticket
 from headrace.core.records import FinishReason
@@ -32,6 +32,12 @@ class Branch:
     """Predicted length of the whole output."""
     tenant_index: int = 0
     """Of the gate's service counters."""
+    learned: set[int] = field(default_factory=set)
+    """Attempts whose first token the router has been told of."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the full blocks of what the flight has."""
+    hashed_for: str = ""
+    """Fingerprint of the workers that name blocks so."""
 
 
 Events = asyncio.Queue[tuple[Branch, Deliver | Ended]]

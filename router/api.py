@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.sampling import SamplingParams
+from headrace.v1.inference_pb2 import RoutingDecision
 from router.text import TextModel
 
 
@@ -41,6 +42,8 @@ class GenerationSpec:
     """The client's, as vLLM has it: lower is earlier."""
     steps_left: int | None = None
     """Steps that the client's agent may still take after this one; None: not told."""
+    answer_id: str = ""
+    """The id that its messages carry: it names the call as the label does, for `explain`."""
     parent: str = ""
     """Label of a live request of the tenant; unless that ends well, this one is cancelled. '': none."""
 
@@ -91,6 +94,10 @@ class GatewayService(Protocol):
     def generate(self, spec: GenerationSpec) -> AsyncIterator[Delta]: ...
 
     async def cancel(self, tenant: str, label: str) -> bool: ...
+
+    def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
+        """The decisions of the tenant's latest call of that name; None when none is remembered."""
+        ...
 
     def ready(self) -> bool:
         """True when at least one plan exists (a whole-request worker, or a prefill and a decode worker)."""

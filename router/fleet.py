@@ -1,15 +1,15 @@
-"""The workers as one gateway sees them: a session to each member, views for placement, and each one's own account."""
+"""The workers as one gateway sees them: a session to each member, whose facts go to the router, and their accounts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from headrace.core.records import Role, WorkerLoad
+from headrace.core.records import CacheChange, Role, WorkerLoad
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
-from router.core.bookings import Bookings
-from router.core.placement import WorkerKey, WorkerView
+from router.core.placement import WorkerKey
+from router.core.router import Router
 from router.session import SessionSink, WorkerSession
 from router.spec import GatewaySpec
 
@@ -17,15 +17,17 @@ log = logging.getLogger("headrace.router.fleet")
 
 
 class Fleet:
-    """Sessions follow the membership that the controller pushes. The sink hears of sessions; bookings are kept here."""
+    """Sessions follow the membership that the controller pushes. The sink hears of sessions, the router of workers."""
 
-    def __init__(self, spec: GatewaySpec, sink: SessionSink) -> None:
-        self.bookings = Bookings()
+    def __init__(self, spec: GatewaySpec, sink: SessionSink, router: Router) -> None:
+        self._router = router
         self._spec = spec
         self._sink = sink
         self._sessions: dict[str, WorkerSession] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._version = 0
+        self._to_clear: dict[str, set[str | None]] = {}
+        """What workers that could not be reached have to forget."""
 
     @property
     def sessions(self) -> list[WorkerSession]:
@@ -55,7 +57,10 @@ class Fleet:
                 )
 
     def pair(self) -> None:
-        """Judges anew who may exchange KV: workers unlike the first connected one stay connected and unused."""
+        """Judges anew who may exchange KV: workers unlike the first connected one stay connected and unused.
+
+        The router knows those that are used.
+        """
         first: str | None = None
         for session in self.sessions:
             if not session.connected or session.hello is None:
@@ -65,35 +70,57 @@ class Fleet:
             if refused and not session.refused:
                 log.error("worker_refused worker=%s reason=fingerprint", session.key.worker_id)
             session.refused = refused
+            if refused:
+                self._router.worker_down(session.key)
+                continue
+            hello = session.hello
+            self._router.worker_up(
+                session.key,
+                Role(hello.role),
+                hello.total_blocks * hello.block_size,
+                hello.block_size,
+                hello.lane,
+                session.address.rpartition(":")[0],
+                session.address,
+            )
 
     def send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:
         """False when the worker's session is down, full, or another process's by now."""
         session = self._sessions.get(worker.worker_id)
         return session is not None and session.key == worker and session.send(frame)
 
-    def report(self, worker: WorkerKey, load: WorkerLoad) -> None:
-        self.bookings.report(worker, load)
+    def report(self, session: WorkerSession, load: WorkerLoad) -> None:
+        if not self._router.report(session.key, load):
+            session.resync()
 
-    def views(self) -> list[WorkerView]:
-        """The usable workers: last report plus later bookings."""
-        views = []
-        for session in self._sessions.values():
-            if session.usable and (hello := session.hello) is not None:
-                requests, tokens = self.bookings.unreported(session.key)
-                views.append(
-                    WorkerView(
-                        key=session.key,
-                        role=Role(hello.role),
-                        address=session.address,
-                        capacity_tokens=hello.total_blocks * hello.block_size,
-                        load=self.bookings.load(session.key),
-                        booked_requests=requests,
-                        booked_tokens=tokens,
-                        block_size=hello.block_size,
-                        lane=hello.lane,
-                    )
-                )
-        return views
+    def cache_changed(self, session: WorkerSession, change: CacheChange) -> None:
+        if change.is_snapshot:
+            session.resyncing = False
+        if not self._router.cache_changed(session.key, change):
+            session.resync()
+
+    def clear_cache(self, tenant: str | None) -> tuple[list[str], list[str]]:
+        """Has the workers forget a tenant's blocks, or all (None). (told, not reached); those are told when they are
+        back, under whatever incarnation."""
+        told, missing = [], []
+        for worker_id, session in sorted(self._sessions.items()):
+            (told if session.send(_clear_frame(tenant)) else missing).append(worker_id)
+        for worker_id in missing:
+            self._to_clear.setdefault(worker_id, set()).add(tenant)
+        return told, missing
+
+    def session_up(self, session: WorkerSession) -> None:
+        for tenant in self._to_clear.pop(session.key.worker_id, ()):
+            session.send(_clear_frame(tenant))
+        self.pair()
+
+    def loads(self) -> list[tuple[WorkerKey, Role, WorkerLoad]]:
+        """The usable workers' last reports."""
+        return [
+            (session.key, Role(session.hello.role), self._router.table.load(session.key))
+            for session in self._sessions.values()
+            if session.usable and session.hello is not None
+        ]
 
     def fingerprint(self) -> str:
         return next((s.hello.fingerprint for s in self.sessions if s.usable and s.hello), "")
@@ -117,3 +144,7 @@ class Fleet:
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self.sessions), *self._closing)
         self._sessions.clear()
+
+
+def _clear_frame(tenant: str | None) -> pb.SessionRequest:
+    return pb.SessionRequest(clear_cache=pb.ClearCache(tenant=tenant or "", all=tenant is None))

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from headrace.core.records import WorkerLoad
 from router.core.flight import Flight
-from router.core.placement import WorkerView
 from router.gateway import Gateway
 
 _GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30)
@@ -49,17 +49,17 @@ class FleetMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         gateway = self._gateway
-        views = gateway.fleet.views()
+        workers = gateway.fleet.loads()
         for name, text, value in (
-            ("num_requests_running", "Requests in the batch", lambda v: v.load.running_requests),
-            ("num_requests_waiting", "Requests that wait for a prefill", lambda v: v.load.waiting_requests),
-            ("num_requests_adopting", "Requests whose KV is on its way", lambda v: v.load.adopting_requests),
-            ("waiting_prompt_tokens", "Prompt tokens not yet computed", lambda v: v.load.waiting_tokens),
+            ("num_requests_running", "Requests in the batch", lambda load: load.running_requests),
+            ("num_requests_waiting", "Requests that wait for a prefill", lambda load: load.waiting_requests),
+            ("num_requests_adopting", "Requests whose KV is on its way", lambda load: load.adopting_requests),
+            ("waiting_prompt_tokens", "Prompt tokens not yet computed", lambda load: load.waiting_tokens),
             ("kv_cache_usage_perc", "Blocks that cannot be given out, 0 to 1", _usage),
         ):
             family = GaugeMetricFamily(f"headrace_{name}", text, labels=("model_name", "pool", "worker"))
-            for view in views:
-                family.add_metric((self._model, view.role.value, view.key.worker_id), float(value(view)))
+            for key, role, load in workers:
+                family.add_metric((self._model, role.value, key.worker_id), float(value(load)))
             yield family
         counters = gateway.counters
         outcomes = CounterMetricFamily("headrace_branches", "Branches by outcome", labels=("model_name", "outcome"))
@@ -76,6 +76,5 @@ class FleetMetrics(Collector):
         yield admissions
 
 
-def _usage(view: WorkerView) -> float:
-    load = view.load
+def _usage(load: WorkerLoad) -> float:
     return 1.0 - (load.free_blocks + load.evictable_blocks) / load.total_blocks if load.total_blocks else 0.0

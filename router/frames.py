@@ -9,6 +9,7 @@ from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2 as pb
 from router.answer import Branch
 from router.core.flight import Leg
+from router.core.plans import Fetch
 
 
 def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.RequestBody:
@@ -48,8 +49,16 @@ def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.
     )
 
 
-def submit(leg: Leg, seq: int, request: pb.RequestBody, hand_off: bool) -> pb.SessionRequest:
-    return pb.SessionRequest(submit=pb.Submit(handle=leg.handle, submit_seq=seq, body=request, hand_off=hand_off))
+def submit(
+    leg: Leg, seq: int, request: pb.RequestBody, hand_off: bool, fetch: pb.Fetch | None = None
+) -> pb.SessionRequest:
+    message = pb.Submit(handle=leg.handle, submit_seq=seq, body=request, hand_off=hand_off, fetch=fetch)
+    return pb.SessionRequest(submit=message)
+
+
+def fetch(wanted: Fetch, address: str) -> pb.Fetch:
+    source = pb.PeerAddress(worker_id=wanted.source.worker_id, incarnation=wanted.source.incarnation, address=address)
+    return pb.Fetch(source=source, num_blocks=wanted.num_blocks)
 
 
 def adopt(leg: Leg, seq: int, request: pb.RequestBody, source: Leg) -> pb.SessionRequest:

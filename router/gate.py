@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.core.admission import Admission
 from headrace.core.admission_records import Ask, Decision, QueueLimits, Reason, Room, TenantLimits, Ticket
 from headrace.core.fairness import ServiceCounters
 from headrace.core.lengths import OutputLengths
-from headrace.core.records import FinishReason, Role
+from headrace.core.records import FinishReason
 from headrace.errors import Code, HeadraceError, invalid
 from router.api import GenerationSpec
 from router.core.flight import Flight
 from router.core.pace import Pace
-from router.core.placement import WorkerView
+from router.core.router import Router
 from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
 
 log = logging.getLogger("headrace.router.gate")
@@ -66,19 +65,17 @@ class Gate:
         )
         self.admission = Admission(queue, limits.get(EVERY_OTHER_TENANT), limits, spec.kv_bytes_per_token)
 
-    def enter(
-        self, spec: GenerationSpec, fleet: Sequence[WorkerView], can_start: bool, time_left_s: float, now: float
-    ) -> Admitted:
+    def enter(self, spec: GenerationSpec, router: Router, can_start: bool, time_left_s: float, now: float) -> Admitted:
         """Books the whole call. Raises HeadraceError, having booked nothing, with reason and retry time."""
         max_tokens = max(params.max_tokens for params in spec.sampling)
         num_prompt = len(spec.prompt_ids)
         shortest, reserved = self._output_range(spec, max_tokens)
         room = Room(
             max_model_len=self._spec.max_model_len,
-            capacity_tokens=max((w.capacity_tokens for w in fleet), default=None),
+            capacity_tokens=router.most_capacity_tokens,
             can_start=can_start,
         )
-        prefill = [w.queued_tokens for w in fleet if w.role is not Role.DECODE] or [w.queued_tokens for w in fleet]
+        queued_tokens = router.least_queued_tokens
         # A request alone delays nobody. Letting it in is also the way out of averages from worse times, which only
         # completed requests can mend.
         judged = self._spec.refuse_lost_deadlines and self.admission.held.live_requests > 0
@@ -90,7 +87,7 @@ class Gate:
             num_requests=len(spec.sampling),
             engine_s=self._pace.prefill_s(num_prompt),
             time_left_s=time_left_s if judged else None,
-            forecast=self._pace.forecast(min(prefill, default=0), num_prompt, shortest, reserved) if judged else None,
+            forecast=self._pace.forecast(queued_tokens, num_prompt, shortest, reserved) if judged else None,
         )
         decision = self.admission.enter(ask, room, now)
         self.decisions[decision.action, decision.reason] += ask.num_requests

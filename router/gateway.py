@@ -10,17 +10,19 @@ import asyncio
 import itertools
 import logging
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
-from headrace.core.records import FinishReason
+from headrace.core.records import FinishReason, WorkerLedger, cache_key
 from headrace.errors import Code, HeadraceError
 from headrace.ids import IdFactory, RequestId, random_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
-from kvtransfer.core.identity import namespace_id
+from headrace.v1.inference_pb2 import RoutingDecision
+from kvtransfer.core.identity import block_hashes, namespace_id, request_root
 from kvtransfer.wire import ledger_from_proto
 from router import frames
 from router.answer import Branch, Events, deltas
@@ -38,7 +40,9 @@ from router.core.flight import (
     SubmitTo,
 )
 from router.core.kin import Kin
-from router.core.placement import Mode, choose_plan
+from router.core.placement import Mode
+from router.core.router import Router
+from router.explanations import Explanations, Routed, explained
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
 from router.session import WorkerSession
@@ -63,7 +67,13 @@ class Gateway:
     """Implements `router.api.GatewayService` and `router.session.SessionSink`; lives on one event loop."""
 
     def __init__(
-        self, spec: GatewaySpec, text: TextModel, *, ids: IdFactory = random_ids, clock: Clock = monotonic
+        self,
+        spec: GatewaySpec,
+        text: TextModel,
+        *,
+        ids: IdFactory = random_ids,
+        clock: Clock = monotonic,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self.spec = spec
         self.text = text
@@ -74,12 +84,13 @@ class Gateway:
         self._clock = clock
         self._mode = Mode(spec.mode)
         self._handles = itertools.count(1)
-        self._turns = itertools.count()
-        self.fleet = Fleet(spec, self)
+        self.router = Router(chance)
+        self.fleet = Fleet(spec, self, self.router)
         self.gate = Gate(spec)
         self._legs: dict[int, tuple[Branch, Leg]] = {}
         self._live: dict[RequestId, Branch] = {}
         self._kin: Kin[Branch] = Kin()
+        self._explanations = Explanations()
         self._queued: dict[RequestId, Branch] = {}
         self._draining = False
 
@@ -106,6 +117,8 @@ class Gateway:
             for branch in branches:
                 self._act(branch, branch.flight.cancel(self._clock()))
                 self._forget(branch)
+            choices = [Routed.of(branch.flight) for branch in branches]
+            self._explanations.keep(spec.tenant, (spec.label, spec.answer_id), choices)
 
     async def cancel(self, tenant: str, label: str) -> bool:
         """Cancels every live request of the tenant under this label, and their branches."""
@@ -114,16 +127,26 @@ class Gateway:
             self._act(branch, branch.flight.cancel(self._clock()))
         return bool(branches)
 
+    def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
+        """Of a live call under this label, else of the latest one that has ended."""
+        live = [Routed.of(branch.flight) for branch in self._kin.find(tenant, label)]
+        choices = live or self._explanations.find(tenant, label)
+        return list(explained(choices, self.router, self.spec.block_size)) if choices else None
+
     def ready(self) -> bool:
         if self._draining:
             return False
-        return choose_plan(self._mode, self.fleet.views(), (), 1, 0) is not None
+        return self.router.can_place(self._mode, 1)
 
     def fingerprint(self) -> str:
         return self.fleet.fingerprint()
 
     def live_ids(self) -> frozenset[str]:
         return frozenset(self._live)
+
+    def clear_cache(self, tenant: str | None) -> tuple[list[str], list[str]]:
+        """Has the workers forget what is cached for the tenant, or for all (None): (told, told when they are back)."""
+        return self.fleet.clear_cache(tenant)
 
     def drain(self) -> None:
         """No new requests; the running ones go on."""
@@ -137,10 +160,8 @@ class Gateway:
             raise self._unavailable(spec, "draining", "the deployment is shutting down", 5.0)
         if not self.ready():
             raise self._unavailable(spec, "no_worker", "no worker is ready", 2.0)
-        fleet = self.fleet.views()
         need = len(spec.prompt_ids) + max(params.max_tokens for params in spec.sampling)
-        can_start = choose_plan(self._mode, fleet, (), need, 0) is not None
-        return self.gate.enter(spec, fleet, can_start, deadline_s, now)
+        return self.gate.enter(spec, self.router, self.router.can_place(self._mode, need), deadline_s, now)
 
     def _unavailable(self, spec: GenerationSpec, reason: str, message: str, retry_after_s: float) -> HeadraceError:
         self.gate.refused(reason, len(spec.sampling))
@@ -174,6 +195,9 @@ class Gateway:
             eos_token_ids=tuple(self.text.eos_token_ids),
             max_attempts=self.spec.max_attempts,
             max_crashes=self.spec.max_worker_crashes,
+            tenant=spec.tenant,
+            expected_output_tokens=admitted.reserved_output_tokens,
+            no_cache=spec.no_cache,
         )
         flight.timeline.received = spec.received_at or now
         flight.timeline.tokenized = spec.tokenized_at or now
@@ -210,7 +234,26 @@ class Gateway:
     # ---- carrying out actions
 
     def _place(self, branch: Branch, now: float) -> None:
-        self._act(branch, branch.flight.place(self.fleet.views(), now, next(self._turns)))
+        flight = branch.flight
+        if flight.state is FlightState.QUEUED:
+            self._name_blocks(branch)
+            self._act(branch, flight.place(self.router, now, branch.deadline - now))
+
+    def _name_blocks(self, branch: Branch) -> None:
+        """Brings the flight's keys up to date: what it has by now, as the workers name it."""
+        flight, fingerprint = branch.flight, self.fleet.fingerprint()
+        if flight.no_cache or not fingerprint:
+            return
+        size = self.spec.block_size
+        have = (len(flight.prompt_ids) + len(flight.output_ids)) // size
+        if branch.hashed_for == fingerprint and len(branch.hashes) >= have:
+            return
+        known = branch.hashes if branch.hashed_for == fingerprint else ()
+        root = request_root(bytes.fromhex(fingerprint), branch.namespace)
+        tokens = [*flight.prompt_ids, *flight.output_ids] if flight.output_ids else flight.prompt_ids
+        branch.hashes = block_hashes(root, tokens, size, known)
+        branch.hashed_for = fingerprint
+        flight.keys = tuple(cache_key(block_hash) for block_hash in branch.hashes)
 
     def _place_queued(self) -> None:
         now = self._clock()
@@ -222,13 +265,14 @@ class Gateway:
             match action:
                 case SubmitTo(leg):
                     self.counters.retries += branch.flight.attempt > 1
-                    self._deliver_leg(branch, leg, None)
-                case AdoptAt(leg, source):
-                    self._deliver_leg(branch, leg, source)
+                    self._deliver_leg(branch, action)
+                case AdoptAt(leg):
+                    self._deliver_leg(branch, action)
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)
                     self.fleet.send(leg.worker, frames.finish(leg.handle, reason))
                 case Deliver(token_ids=token_ids):
+                    self._learn_from_first(branch)
                     self.gate.service.charge_output(branch.tenant_index, len(token_ids))
                     branch.events.put_nowait((branch, action))
                 case Ended(reason, error):
@@ -240,22 +284,38 @@ class Gateway:
         else:
             self._queued.pop(request_id, None)
 
-    def _deliver_leg(self, branch: Branch, leg: Leg, source: Leg | None) -> None:
+    def _deliver_leg(self, branch: Branch, action: SubmitTo | AdoptAt) -> None:
         """Books and sends; when the session cannot take it the booking is undone and the leg counts as lost."""
-        flight = branch.flight
-        tokens = len(flight.prompt_ids) + len(flight.output_ids)
-        seq = self.fleet.bookings.add(leg.worker, tokens)
+        flight, leg, router = branch.flight, action.leg, self.router
+        seq = router.book(action.decision, flight.ask(), self._clock())
         service = self.gate.service.counter(branch.tenant_index)
         body = frames.body(branch, max(branch.deadline - self._clock(), 0.0), service)
         self._legs[leg.handle] = (branch, leg)
-        if source is None:
-            frame = frames.submit(leg, seq, body, hand_off=flight.disaggregated)
+        if isinstance(action, AdoptAt):
+            frame = frames.adopt(leg, seq, body, action.source)
         else:
-            frame = frames.adopt(leg, seq, body, source)
+            wanted = action.fetch
+            fetch = None if wanted is None else frames.fetch(wanted, router.table.address(wanted.source))
+            frame = frames.submit(leg, seq, body, hand_off=flight.disaggregated, fetch=fetch)
         if not self.fleet.send(leg.worker, frame):
-            self.fleet.bookings.undo(leg.worker, seq)
+            router.undo(leg.worker, seq)
             self._legs.pop(leg.handle, None)
             self._act(branch, flight.lost(leg.worker, dead=False, now=self._clock()))
+
+    def _learn_from_first(self, branch: Branch) -> None:
+        """The first token of an attempt: what the plan promised against what came of it."""
+        flight = branch.flight
+        if flight.attempt in branch.learned or flight.attempt not in flight.realised_ms:
+            return
+        branch.learned.add(flight.attempt)
+        plan = next((d for at, d in flight.decisions if at == flight.attempt), None)
+        if plan is not None:
+            self.router.completed(plan, flight.realised_ms[flight.attempt])
+
+    def _learn_lane(self, session: WorkerSession, ledger: WorkerLedger) -> None:
+        block_bytes = self.spec.kv_bytes_per_token * self.spec.block_size
+        if ledger.bytes_moved and block_bytes:
+            self.router.moved(session.key, ledger.bytes_moved // block_bytes, ledger.transfer_s * 1e3)
 
     def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
         if error is None:
@@ -282,13 +342,13 @@ class Gateway:
     # ---- facts from the sessions
 
     def session_up(self, session: WorkerSession, hello: pb.WorkerHello) -> None:
-        self.fleet.pair()
+        self.fleet.session_up(session)
         for branch in self._live.values():
             branch.flight.recovered(session.key)
         self._place_queued()
 
     def session_lost(self, session: WorkerSession, dead: bool) -> None:
-        self.fleet.bookings.forget(session.key)
+        self.router.worker_down(session.key)
         self.fleet.pair()
         now = self._clock()
         for branch in {id(b): b for b, leg in self._legs.values() if leg.worker == session.key}.values():
@@ -308,9 +368,12 @@ class Gateway:
                     self._act(branch, branch.flight.token(leg, offset, token_id, now))
             return
         if kind == "load":
-            self.fleet.report(session.key, frames.load(frame.load))
+            self.fleet.report(session, frames.load(frame.load))
             if self._queued:
                 self._place_queued()
+            return
+        if kind == "cache":
+            self.fleet.cache_changed(session, frames.cache_change(frame.cache))
             return
         if kind not in ("started", "prefilled", "done", "failed"):
             return
@@ -324,12 +387,13 @@ class Gateway:
             if leg.kind is not LegKind.DECODE:
                 computed = len(flight.prompt_ids) + len(flight.output_ids) - message.cached_tokens
                 self.gate.service.charge_input(branch.tenant_index, computed, message.cached_tokens)
-            self._act(branch, flight.started(leg, self.fleet.views(), now, next(self._turns)))
+            self._act(branch, flight.started(leg, self.router, now))
         elif kind == "prefilled":
             flight.prefilled(leg, ledger_from_proto(message.ledger))
         elif kind == "done":
             del self._legs[leg.handle]
             reason, ledger = FinishReason(message.reason), ledger_from_proto(message.ledger)
+            self._learn_lane(session, ledger)
             self._act(branch, flight.done(leg, reason, ledger, now, message.output_hash))
         elif kind == "failed":
             del self._legs[leg.handle]
@@ -350,7 +414,7 @@ class Gateway:
             gateway=admin_pb2.GatewayStatus(
                 gateway_id=self.spec.gateway_id,
                 live_requests=len(self._live),
-                bookings=self.fleet.bookings.total,
+                bookings=self.router.table.total,
                 tasks=len(asyncio.all_tasks()),
                 accepted=counters.accepted,
                 completed=counters.completed,
@@ -358,6 +422,8 @@ class Gateway:
                 cancelled=counters.cancelled,
                 retries=counters.retries,
                 pid=os.getpid(),
+                index_entries=self.router.index.entries,
+                index_bytes=self.router.index.memory_bytes,
             ),
             workers=await self.fleet.accounts(timeout_s, audit),
         )

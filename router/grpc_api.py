@@ -147,6 +147,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise invalid("request_id", "must have at least 1 character")
             return pb.CancelResponse(cancelled=await self._door.gateway.cancel(call.tenant, name))
 
+    async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
+        async with _Call(self._door, context, "Explain") as call:
+            _check_unknown(request)
+            name = label("request_id", request.request_id)
+            if not name:
+                raise invalid("request_id", "must have at least 1 character")
+            decisions = self._door.gateway.explain(call.tenant, name)
+            if decisions is None:
+                raise HeadraceError(
+                    Code.NOT_FOUND, "request_id: no request of this id is remembered", field="request_id"
+                )
+            return pb.ExplainResponse(request_id=name, decisions=decisions)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         async with _Call(self._door, context, "Tokenize"):
             _check_unknown(request)
@@ -190,9 +203,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         left = context.time_remaining()
         if left is not None and left <= 0:
             raise HeadraceError(Code.DEADLINE_EXCEEDED, "the deadline is over")
+        answer_id = name or f"gen-{secrets.token_hex(12)}"
         caller = Caller(
             tenant=tenant,
             label=name,
+            answer_id=answer_id,
             deadline_s=left,
             received_at=received_at,
             endpoint="generate",
@@ -201,7 +216,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             parent=label("parent", request.parent),
         )
         spec = await door.prepare(self._prompt(request), options, caller, explain=request.explain)
-        return spec, name or f"gen-{secrets.token_hex(12)}"
+        return spec, answer_id
 
     def _options(self, request: pb.GenerateRequest) -> Options:
         sampling = request.sampling

@@ -191,9 +191,10 @@ class _Api:
         return raw
 
     async def _generate(self, request: Request, call: Call, prefix: str, kind: str) -> Response:
-        specs = await self._prepare(request, call)
+        answer_id = f"{prefix}-{secrets.token_hex(12)}"
+        specs = await self._prepare(request, call, answer_id)
         head: dict[str, object] = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "id": answer_id,
             "object": kind,
             "created": int(time.time()),
             "model": self._spec.served_model_name,
@@ -221,7 +222,7 @@ class _Api:
         await run_until_disconnect(request.receive, _collect(source, answer))
         return json_response(answer.body(), headers=headers)
 
-    async def _prepare(self, request: Request, call: Call) -> list[GenerationSpec]:
+    async def _prepare(self, request: Request, call: Call, answer_id: str) -> list[GenerationSpec]:
         headers = request.headers
         header = headers.get("x-request-id")
         caller = Caller(
@@ -233,6 +234,7 @@ class _Api:
             task=task_label(TASK_HEADER, headers.get(TASK_HEADER)),
             steps_left=steps_left(STEPS_HEADER, headers.get(STEPS_HEADER)),
             parent=request_label(PARENT_HEADER, headers.get(PARENT_HEADER)),
+            answer_id=answer_id,
         )
         return [await self.door.prepare(prompt, call.options, caller) for prompt in call.prompts]
 

@@ -57,6 +57,8 @@ class WorkerSession:
         self.address = address
         self.connected = False
         self.refused = False
+        self.resyncing = False
+        """A snapshot of the worker's cache was asked for."""
         self.hello: pb.WorkerHello | None = None
         self._gateway_id = gateway_id
         self._metadata = (("x-headrace-cluster", cluster_token),)
@@ -82,6 +84,11 @@ class WorkerSession:
             self._reset.set()
             return False
         return True
+
+    def resync(self) -> None:
+        """Asks for all that the worker has cached, unless that is on its way."""
+        if not self.resyncing:
+            self.resyncing = self.send(pb.SessionRequest(cache_resync=pb.CacheResync()))
 
     def reset(self) -> None:
         """Cuts the connection; the session comes back by itself."""
@@ -161,6 +168,7 @@ class WorkerSession:
                 raise TimeoutError
             self.hello = frame.hello
             self.connected = True
+            self.resyncing = False
             self._sink.session_up(self, frame.hello)
         else:
             self._sink.frame(self, frame)

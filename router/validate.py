@@ -100,6 +100,7 @@ class Caller:
     task: str = ""
     steps_left: int | None = None
     parent: str = ""
+    answer_id: str = ""
 
 
 def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
@@ -295,6 +296,7 @@ def build_spec(
         priority=options.priority,
         steps_left=caller.steps_left,
         parent=caller.parent,
+        answer_id=caller.answer_id,
     )
 
 

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from headrace.clock import Clock, monotonic
-from headrace.core.records import FinishReason, token_hash
+from headrace.core.records import CacheChange, FinishReason, token_hash
 from headrace.errors import Code, Rejected
 from headrace.ids import RequestKey
 from headrace.v1 import worker_pb2 as pb
@@ -117,6 +117,19 @@ class Hub:
         entry = self._handles.get((session, handle))
         if entry is not None:
             self._cancel(entry, FinishReason.STOP if reason == "stop" else FinishReason.CANCELLED)
+
+    def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
+        """What has changed in the cache since that position; None: nothing."""
+        with self.engine.lock:
+            return getattr(self._scheduler, "cache_changes", lambda *_: None)(epoch, seq)
+
+    def clear_cache(self, tenant: str | None) -> None:
+        """Forgets what is cached for the tenant, or for all (None), in every tier."""
+        with self.engine.lock:
+            self._scheduler.clear_cache(tenant)
+        log.info("cache_cleared tenant=%s", "*" if tenant is None else tenant)
+        for session in self.sessions:
+            session.load_changed()
 
     def _new_key(self) -> RequestKey:
         return RequestKey(next(self._keys))

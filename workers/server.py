@@ -65,7 +65,7 @@ class WorkerService(rpc.WorkerServicer):
             first = await context.read()
         if first is grpc.aio.EOF or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with hello")
-        session = GatewaySession(first.hello.gateway_id, self._spec.liveness_s / 8, self._load)
+        session = GatewaySession(first.hello.gateway_id, self._spec.liveness_s / 8, self._load, self._hub.cache_changes)
         await context.write(pb.SessionResponse(hello=self._hello))
         self._hub.open_session(session)
         work = (self._send(session, context), self._receive(session, context), session.overflowed.wait())
@@ -171,6 +171,10 @@ class WorkerService(rpc.WorkerServicer):
                     self._hub.adopt(session, message.adopt)
                 case "finish":
                     self._hub.finish(session, message.finish.handle, message.finish.reason)
+                case "cache_resync":
+                    session.resync()
+                case "clear_cache":
+                    self._hub.clear_cache(None if message.clear_cache.all else message.clear_cache.tenant)
 
     def _load(self, submit_seq: int) -> pb.LoadReport:
         engine = self._hub.engine
@@ -187,6 +191,16 @@ class WorkerService(rpc.WorkerServicer):
             total_blocks=load.total_blocks,
             step_age_s=engine.step_age_s,
             step_s=load.step_s,
+            cache_epoch=load.cache_epoch,
+            cache_seq=load.cache_seq,
+            queue_s=load.queue_s,
+            decode_rows=load.decode_rows,
+            decode_context=load.decode_context,
+            expected_output_tokens=load.expected_output_tokens,
+            step_costs=load.step_costs,
+            eviction_ms_per_block=load.eviction_ms_per_block,
+            restore_block_s=load.restore_block_s,
+            closed=load.closed,
         )
 
     async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:

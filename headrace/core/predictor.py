@@ -153,6 +153,12 @@ class StepPredictor:
         """Whether there is ground for a prediction: a profile, or enough steps."""
         return self._has_profile or self._samples >= READY_SAMPLES
 
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Seconds of each of `headrace.core.step_shape.FEATURES` in the median step; what `predict_s` adds up."""
+        level = self._ratio(0.5)
+        return tuple(share * scale * level for share, scale in zip(self._shares, self._scale, strict=True))
+
     def predict_s(self, shape: StepShape, quantile: float = 0.5) -> float:
         """Seconds that a step of this shape stays below with probability `quantile` (0..1). Grows with every field."""
         return self._table.cost_s(shape) * self._ratio(quantile)

@@ -36,7 +36,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid")
+    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid", "index_entries", "index_bytes")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BOOKINGS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,8 @@ class GatewayStatus(_message.Message):
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     live_requests: int
     bookings: int
@@ -57,7 +59,9 @@ class GatewayStatus(_message.Message):
     cancelled: int
     retries: int
     pid: int
-    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    index_entries: int
+    index_bytes: int
+    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ..., index_entries: _Optional[int] = ..., index_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "connected", "status")
@@ -84,6 +88,22 @@ class StatusResponse(_message.Message):
     gateway: GatewayStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     def __init__(self, model: _Optional[str] = ..., gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ("tenant", "all")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    all: bool
+    def __init__(self, tenant: _Optional[str] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class ClearCacheResponse(_message.Message):
+    __slots__ = ("workers", "unreachable")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    unreachable: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("settle_s",)

@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.AuditRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.AuditResponse.FromString,
                 _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/headrace.v1.Admin/ClearCache',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -73,6 +78,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearCache(self, request, context):
+        """Forgets what workers have cached, in all tiers. A key clears its own tenant; the cluster token any, or all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +102,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.AuditRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.AuditResponse.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +190,33 @@ class Admin:
             '/headrace.v1.Admin/Audit',
             headrace_dot_v1_dot_admin__pb2.AuditRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Admin/ClearCache',
+            headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

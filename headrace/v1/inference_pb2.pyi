@@ -236,3 +236,71 @@ class ModelInfoResponse(_message.Message):
     fingerprint: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CostTerm(_message.Message):
+    __slots__ = ("name", "ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ms: float
+    def __init__(self, name: _Optional[str] = ..., ms: _Optional[float] = ...) -> None: ...
+
+class PlanCandidate(_message.Message):
+    __slots__ = ("kind", "worker", "fetch_from", "fetch_blocks", "cached_tokens", "cost_ms", "terms", "chosen")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FROM_FIELD_NUMBER: _ClassVar[int]
+    FETCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_MS_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    worker: str
+    fetch_from: str
+    fetch_blocks: int
+    cached_tokens: int
+    cost_ms: float
+    terms: _containers.RepeatedCompositeFieldContainer[CostTerm]
+    chosen: bool
+    def __init__(self, kind: _Optional[str] = ..., worker: _Optional[str] = ..., fetch_from: _Optional[str] = ..., fetch_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., cost_ms: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., chosen: _Optional[bool] = ...) -> None: ...
+
+class RoutingDecision(_message.Message):
+    __slots__ = ("attempt", "stage", "policy", "reason", "prompt_tokens", "matched_tokens", "predicted_ms", "realised_ms", "candidates", "num_candidates", "choice")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_MS_FIELD_NUMBER: _ClassVar[int]
+    REALISED_MS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    stage: str
+    policy: str
+    reason: str
+    prompt_tokens: int
+    matched_tokens: int
+    predicted_ms: float
+    realised_ms: float
+    candidates: _containers.RepeatedCompositeFieldContainer[PlanCandidate]
+    num_candidates: int
+    choice: int
+    def __init__(self, attempt: _Optional[int] = ..., stage: _Optional[str] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., predicted_ms: _Optional[float] = ..., realised_ms: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[PlanCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "decisions")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decisions: _containers.RepeatedCompositeFieldContainer[RoutingDecision]
+    def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ...) -> None: ...

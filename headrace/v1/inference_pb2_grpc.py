@@ -49,6 +49,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/headrace.v1.Inference/Explain',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/headrace.v1.Inference/Tokenize',
                 request_serializer=headrace_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -85,6 +90,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request of this tenant went where it went. The gateway remembers its latest requests only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,6 +126,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -207,6 +224,33 @@ class Inference:
             '/headrace.v1.Inference/Cancel',
             headrace_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/Explain',
+            headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

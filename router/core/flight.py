@@ -6,6 +6,7 @@
 
 A *leg* is the request at one worker: `whole` serves all of it, `prefill` computes the prompt and keeps the KV for a
 reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped, so late frames cannot do harm.
+Where a leg goes is the router's choice; the flight knows who may not be chosen again, and keeps each decision.
 
 | invariant | kept by |
 | --- | --- |
@@ -17,7 +18,7 @@ reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -26,7 +27,9 @@ from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
 from router.core.latency import Timeline
-from router.core.placement import Mode, WorkerKey, WorkerView, choose_decode, choose_plan
+from router.core.placement import Mode, WorkerKey
+from router.core.plans import Decision, Fetch, RouteAsk
+from router.core.router import Router
 
 LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed"})
 """The worker is fine, the hand-off is not: plan again, without excluding anybody."""
@@ -61,12 +64,15 @@ class Leg:
 @dataclass(frozen=True, slots=True)
 class SubmitTo:
     leg: Leg
+    decision: Decision
+    fetch: Fetch | None
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptAt:
     leg: Leg
     source: Leg
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,16 @@ class Flight:
     avoided: set[WorkerKey] = field(default_factory=set)
     """Taken only when nobody else can: they gave the request up for others, and would take it again."""
     timeline: Timeline = field(default_factory=Timeline)
+    keys: tuple[int, ...] = ()
+    """Of the full blocks of prompt and output so far, for the router; the owner brings them up to date."""
+    expected_output_tokens: int = 0
+    """Length that the whole output is predicted to have; 0: not predicted."""
+    tenant: str = ""
+    no_cache: bool = False
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)
+    """(attempt, what the router chose), in order."""
+    realised_ms: dict[int, float] = field(default_factory=dict)
+    """Time from Submit to the first new token, by attempt."""
     disaggregated: bool = False
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -122,20 +138,31 @@ class Flight:
     _whole_next: bool = False
     _refusal: HeadraceError | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of KV that the request may need in the end."""
-        return len(self.prompt_ids) + self.sampling.max_tokens
+    def ask(self, time_left_s: float | None = None) -> RouteAsk:
+        """What the router is asked about the request as it stands."""
+        have, most = len(self.output_ids), self.sampling.max_tokens
+        expected = (self.expected_output_tokens or most) - have
+        return RouteAsk(
+            request_id=self.request_id,
+            num_tokens=len(self.prompt_ids) + have,
+            keys=self.keys,
+            max_tokens=most - have,
+            expected_output_tokens=max(1, min(expected, most - have)),
+            mode=Mode.COLOCATED if self._whole_next else self.mode,
+            excluded=self.excluded,
+            avoided=self.avoided,
+            tenant=self.tenant,
+            time_left_s=time_left_s,
+            no_cache=self.no_cache,
+        )
 
     # ---- placing
 
-    def place(self, fleet: Sequence[WorkerView], now: float, turn: int) -> list[Action]:
+    def place(self, router: Router, now: float, time_left_s: float | None = None) -> list[Action]:
         """Tries to plan a queued flight. No actions: nobody can take it yet, or it has just ended (see `state`)."""
         if self.state is not FlightState.QUEUED:
             return []
-        mode = Mode.COLOCATED if self._whole_next else self.mode
-        plan = choose_plan(mode, fleet, self.excluded | self.avoided, self.num_tokens, turn)
-        plan = plan or choose_plan(mode, fleet, self.excluded, self.num_tokens, turn)
+        plan = router.choose(self.ask(time_left_s), now)
         if plan is None:
             if self._refusal is not None:
                 return self._fail(self._refusal, now)
@@ -144,28 +171,29 @@ class Flight:
         self.state = FlightState.RUNNING
         self.timeline.submitted(now)
         self.disaggregated = not plan.whole
-        leg = Leg(
-            LegKind.WHOLE if plan.whole else LegKind.PREFILL, plan.worker.key, plan.worker.address, self.next_handle()
-        )
+        kind = LegKind.WHOLE if plan.whole else LegKind.PREFILL
+        leg = Leg(kind, plan.worker, router.table.address(plan.worker), self.next_handle())
         self.legs.append(leg)
-        self.prefill_worker = plan.worker.key.worker_id
-        self.decode_worker = plan.worker.key.worker_id if plan.whole else ""
-        return [SubmitTo(leg)]
+        self.decisions.append((self.attempt, plan))
+        self.prefill_worker = plan.worker.worker_id
+        self.decode_worker = plan.worker.worker_id if plan.whole else ""
+        return [SubmitTo(leg, plan, plan.fetch)]
 
     # ---- facts from workers
 
-    def started(self, leg: Leg, fleet: Sequence[WorkerView], now: float, turn: int) -> list[Action]:
+    def started(self, leg: Leg, router: Router, now: float) -> list[Action]:
         """The prefill runs: choose the decode worker from fresh load (SPEC E7)."""
         if not leg.live or leg.kind is not LegKind.PREFILL or self._leg(LegKind.DECODE):
             return []
-        target = choose_decode(fleet, leg.worker, self.excluded, self.num_tokens, turn)
+        target = router.choose_decode(self.ask(), leg.worker, now)
         if target is None:
             self._whole_next = True
             return self._requeue(now)
-        decode = Leg(LegKind.DECODE, target.key, target.address, self.next_handle())
+        decode = Leg(LegKind.DECODE, target.worker, router.table.address(target.worker), self.next_handle())
         self.legs.append(decode)
-        self.decode_worker = target.key.worker_id
-        return [AdoptAt(decode, source=leg)]
+        self.decisions.append((self.attempt, target))
+        self.decode_worker = target.worker.worker_id
+        return [AdoptAt(decode, leg, target)]
 
     def token(self, leg: Leg, offset: int, token_id: int, now: float) -> list[Action]:
         """One token at its place in the output. Repeats are dropped, a gap or a different repeat fails the request."""
@@ -181,6 +209,8 @@ class Flight:
             return self._fail(HeadraceError(Code.INTERNAL, "a token is missing from the stream"), now)
         self.output_ids.append(token_id)
         self.timeline.token(now)
+        if self.attempt not in self.realised_ms and self.timeline.last_submit is not None:
+            self.realised_ms[self.attempt] = (now - self.timeline.last_submit) * 1e3
         return [Deliver((token_id,))]
 
     def prefilled(self, leg: Leg, ledger: WorkerLedger) -> None:

@@ -22,9 +22,9 @@ from router.core.cost import (
     decode_terms,
     queue_ms,
 )
-from router.core.fleet_table import Booking, FleetTable
+from router.core.fleet_table import DECODE, Booking, FleetTable
 from router.core.lanes import Lanes
-from router.core.placement import WorkerKey
+from router.core.placement import Mode, WorkerKey
 from router.core.plans import (
     KINDS,
     Candidates,
@@ -178,6 +178,25 @@ class Router:
         candidates = Candidates(table.roster, kinds, pool, depths[pool], np.zeros_like(pool), terms)
         return self._decision(ask, candidates, chosen, {}, work.best_depth, "late")
 
+    def can_place(self, mode: Mode, most_tokens: int) -> bool:
+        """Whether there is a plan for a request that may need so many tokens of KV."""
+        return eligible(self.table, mode, ready_mask(self.table, most_tokens, (), ())) is not None
+
+    @property
+    def most_capacity_tokens(self) -> int | None:
+        """Tokens of the largest KV pool; None without a worker."""
+        live = np.flatnonzero(self.table.live[: self.table.num_slots])
+        return int(self.table.capacity_tokens[live].max()) if len(live) else None
+
+    @property
+    def least_queued_tokens(self) -> int:
+        """Work ahead of a new prefill where there is least of it; 0 without a worker."""
+        table, count = self.table, self.table.num_slots
+        live = table.live[:count]
+        prefills = np.flatnonzero(live & (table.role[:count] != DECODE))
+        slots = prefills if len(prefills) else np.flatnonzero(live)
+        return int(queued_tokens(table, slots).min()) if len(slots) else 0
+
     # ---- bookings
 
     def book(self, decision: Decision, ask: RouteAsk, now: float) -> int:
@@ -223,6 +242,12 @@ class Router:
         regret = max(0.0, realised_ttft_ms - float(best))
         self.regret_ms += regret
         return regret
+
+    def moved(self, worker: WorkerKey, num_blocks: int, took_ms: float) -> None:
+        """Learns from blocks that this worker has read from another one of its lane."""
+        slot = self.table.slot(worker)
+        if slot is not None:
+            self.lanes.observe(int(self.table.lane[slot]), num_blocks, took_ms)
 
     def explain(self, decision: Decision) -> list[CandidateRow]:
         """All candidates, cheapest first."""

@@ -182,8 +182,8 @@ def test_a_doubtful_deadline_is_accepted_as_best_effort() -> None:
             for length in (1, 40, 2, 40, 3, 40, 2):
                 await w.ask(spec([3] * length, length, ignore_eos=True))
             [other] = await hold(w, 1)
-            await until(lambda: w.gateway.fleet.views()[0].booked_requests == 0)
-            queued_tokens = w.gateway.fleet.views()[0].queued_tokens
+            await until(lambda: w.gateway.router.table.total == 0)
+            queued_tokens = w.gateway.router.least_queued_tokens
             forecast = w.gateway.gate._pace.forecast(queued_tokens, 30, 30, 30)
             assert forecast is not None and forecast.margin_s > 0
             # No slack at all: whether it ends in time is chance, that it is let in is not.

@@ -1,27 +1,40 @@
-"""The gateway's pure cores: placement, bookings, the flight of one branch, its latency ledgers, the audit."""
+"""The flight of one branch, its latency ledgers, the audit; the router itself has tests of its own."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from typing import NamedTuple
 
 import pytest
 
-from headrace.core.records import FinishReason, Role, WorkerLedger, WorkerLoad, token_hash
+from headrace.core.records import FinishReason, Role, WorkerLedger, token_hash
 from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
 from router.core.audit import GatewayAccount, WorkerAccount, findings
-from router.core.bookings import Bookings
 from router.core.flight import AdoptAt, Deliver, Ended, FinishAt, Flight, FlightState, LegKind, SubmitTo
-from router.core.placement import Mode, Plan, WorkerKey, WorkerView, choose_decode, choose_plan
+from router.core.placement import Mode, WorkerKey
+from router.core.router import Router
 
 EOS = 0
 
 
-def view(name: str, role: Role, *, queued: int = 0, capacity: int = 10_000, free: int = 600) -> WorkerView:
-    load = WorkerLoad(waiting_tokens=queued, free_blocks=free)
-    return WorkerView(WorkerKey(name, f"{name}.1"), role, f"{name}:1", capacity, load)
+class Member(NamedTuple):
+    key: WorkerKey
+    role: Role
+    lane: str = ""
+
+
+def view(name: str, role: Role) -> Member:
+    return Member(WorkerKey(name, f"{name}.1"), role)
+
+
+def router(*fleet: Member) -> Router:
+    made = Router(lambda: 0.0)
+    for worker in fleet:
+        made.worker_up(worker.key, worker.role, 10_000, 16, worker.lane, "", f"{worker.key.worker_id}:1")
+    return made
 
 
 P0, P1 = view("p0", Role.PREFILL), view("p1", Role.PREFILL)
@@ -35,56 +48,13 @@ def flight(mode: Mode = Mode.AUTO, max_tokens: int = 8, **kw: object) -> Flight:
     return Flight(RequestId("req-1"), (5, 6, 7), params, mode, lambda: next(handles), eos_token_ids=(EOS,), **kw)  # type: ignore[arg-type]
 
 
-def fly(f: Flight, fleet: list[WorkerView]) -> tuple:
+def fly(f: Flight, fleet: list[Member]) -> tuple:
     """Place, start and adopt: (prefill leg, decode leg)."""
-    [submit] = f.place(fleet, 1.0, 0)
+    [submit] = f.place(router(*fleet), 1.0)
     assert isinstance(submit, SubmitTo)
-    [adopt] = f.started(submit.leg, fleet, 1.1, 0)
+    [adopt] = f.started(submit.leg, router(*fleet), 1.1)
     assert isinstance(adopt, AdoptAt)
     return submit.leg, adopt.leg
-
-
-def plan(mode: Mode, *fleet: WorkerView, excluded: tuple[WorkerKey, ...] = (), need: int = 100) -> Plan | None:
-    return choose_plan(mode, fleet, excluded, need, 0)
-
-
-def test_auto_splits_when_both_pools_live_and_serves_whole_when_one_is_down() -> None:
-    assert not plan(Mode.AUTO, P0, D0).whole
-    assert plan(Mode.AUTO, P0).whole
-    assert plan(Mode.AUTO, D0).whole
-    assert plan(Mode.AUTO, C0).whole
-    assert plan(Mode.AUTO) is None
-
-
-def test_forced_modes_force() -> None:
-    assert plan(Mode.DISAGGREGATED, P0) is None
-    assert plan(Mode.COLOCATED, P0, D0).whole
-    assert not plan(Mode.DISAGGREGATED, P0, D0, C0).whole
-
-
-def test_least_queued_wins_equals_take_turns_and_excluded_or_small_workers_are_passed_over() -> None:
-    busy = view("p0", Role.PREFILL, queued=500)
-    assert plan(Mode.AUTO, busy, P1, D0).worker.key == P1.key
-    both = [choose_plan(Mode.AUTO, [P0, P1, D0], (), 100, turn).worker.key for turn in range(4)]
-    assert both == [P0.key, P1.key, P0.key, P1.key]
-    assert plan(Mode.AUTO, P0, P1, D0, excluded=(P0.key,)).worker.key == P1.key
-    small = view("d0", Role.DECODE, capacity=50)
-    assert plan(Mode.AUTO, small) is None
-    full = view("d0", Role.DECODE, free=0)
-    assert choose_decode([P0, full, D1], P0.key, (), 100, 0).key == D1.key
-    assert choose_decode([P0, full], P0.key, (), 100, 0).key == full.key
-
-
-def test_bookings_fill_the_time_between_reports() -> None:
-    b = Bookings()
-    assert b.add(P0.key, 100) == 1 and b.add(P0.key, 50) == 2
-    assert b.unreported(P0.key) == (2, 150)
-    b.report(P0.key, WorkerLoad(submit_seq=1))
-    assert b.unreported(P0.key) == (1, 50)
-    b.report(P0.key, WorkerLoad(submit_seq=0, waiting_tokens=9))
-    assert b.load(P0.key).waiting_tokens == 0, "an older report is ignored"
-    b.undo(P0.key, 2)
-    assert b.total == 0
 
 
 def test_disaggregated_flight_delivers_each_token_once() -> None:
@@ -111,7 +81,7 @@ def test_a_different_repeat_or_a_gap_fails_the_request(offset: int, token: int) 
 def test_a_dropped_or_swapped_token_is_caught_by_the_hash_of_the_output() -> None:
     for made, fails in (([11, 12], False), ([11], True), ([11, 13], True), ([12, 11], True)):
         f = flight()
-        [submit] = f.place([C0], 1.0, 0)
+        [submit] = f.place(router(C0), 1.0)
         f.token(submit.leg, 0, 11, 2.0)
         f.token(submit.leg, 1, 12, 2.1)
         [ended] = f.done(submit.leg, FinishReason.EOS, WorkerLedger(), 2.2, token_hash(made))
@@ -146,16 +116,16 @@ def test_lost_prefill_worker_after_adoption_is_decided_by_the_reader() -> None:
     error = HeadraceError(Code.ABORTED, "lease broken")
     assert f.failed(d, error, "lease_broken", 2.2) == []
     assert f.state is FlightState.QUEUED
-    [submit] = f.place([D0], 2.3, 0)
+    [submit] = f.place(router(D0), 2.3)
     assert submit.leg.kind is LegKind.WHOLE and submit.leg.worker == D0.key
 
 
 def test_a_request_in_two_crashes_ends_with_an_error_not_a_third() -> None:
     f = flight()
-    [submit] = f.place([C0], 1.0, 0)
+    [submit] = f.place(router(C0), 1.0)
     f.lost(submit.leg.worker, dead=True, now=1.1)
     again = view("c1", Role.COLOCATED)
-    [submit] = f.place([C0, again], 1.2, 0)
+    [submit] = f.place(router(C0, again), 1.2)
     [ended] = f.lost(submit.leg.worker, dead=True, now=1.3)
     assert isinstance(ended, Ended) and ended.error.code is Code.ABORTED and "2 worker crashes" in ended.error.message
 
@@ -163,17 +133,17 @@ def test_a_request_in_two_crashes_ends_with_an_error_not_a_third() -> None:
 def test_attempts_are_bounded_even_when_nobody_crashes() -> None:
     f = flight()
     for _ in range(3):
-        [submit] = f.place([C0], 1.0, 0)
+        [submit] = f.place(router(C0), 1.0)
         actions = f.lost(submit.leg.worker, dead=False, now=1.1)
     assert f.state is FlightState.ENDED and actions[-1].error.code is Code.ABORTED
 
 
 def test_refusals_go_on_to_other_workers_then_reach_the_client() -> None:
     f = flight()
-    [submit] = f.place([C0], 1.0, 0)
+    [submit] = f.place(router(C0), 1.0)
     full = HeadraceError(Code.RESOURCE_EXHAUSTED, "queue full", retry_after_s=2.0)
     assert f.failed(submit.leg, full, "queue_full", 1.1) == []
-    [ended] = f.place([C0], 1.2, 0)
+    [ended] = f.place(router(C0), 1.2)
     assert ended.error is full
 
 
@@ -182,16 +152,16 @@ def test_a_request_that_was_given_up_for_others_goes_elsewhere_or_back_when_ther
     c1 = view("c1", Role.COLOCATED)
     for fleet, taken_by in (([C0, c1], c1), ([C0], C0)):
         f = flight()
-        [submit] = f.place([C0], 1.0, 0)
+        [submit] = f.place(router(C0), 1.0)
         assert f.failed(submit.leg, given_up, "preempted", 1.1) == []
-        [again] = f.place(fleet, 1.2, 0)
+        [again] = f.place(router(*fleet), 1.2)
         assert isinstance(again, SubmitTo) and again.leg.worker == taken_by.key
 
 
 def test_output_that_is_whole_needs_no_other_attempt() -> None:
     for tokens, reason in (([11, EOS], FinishReason.EOS), ([11, 12], FinishReason.LENGTH)):
         f = flight(max_tokens=2)
-        [submit] = f.place([C0], 1.0, 0)
+        [submit] = f.place(router(C0), 1.0)
         for i, token in enumerate(tokens):
             f.token(submit.leg, i, token, 1.0 + i)
         assert f.lost(submit.leg.worker, dead=True, now=5.0) == [Ended(reason)]
@@ -224,13 +194,13 @@ def test_random_facts_never_repeat_a_token_nor_leave_a_live_leg() -> None:
 
         for step in range(60):
             now = float(step)
-            take(f.place(rng.sample(fleet, k=rng.randint(0, 5)), now, step))
+            take(f.place(router(*rng.sample(fleet, k=rng.randint(0, 5))), now))
             if not f.legs:
                 continue
             leg = rng.choice(f.legs)
             match rng.randint(0, 7):
                 case 0:
-                    take(f.started(leg, fleet, now, step))
+                    take(f.started(leg, router(*fleet), now))
                 case 1 | 2 | 3:
                     offset = rng.randint(0, len(f.output_ids))
                     take(f.token(leg, offset, 100 + offset, now))
@@ -273,7 +243,7 @@ def test_time_of_a_lost_attempt_is_its_own_stage() -> None:
     p, d = fly(f, [P0, D0])
     f.token(p, 0, 11, 2.0)
     f.lost(d.worker, dead=True, now=4.0)
-    [submit] = f.place([C0], 5.0, 0)
+    [submit] = f.place(router(C0), 5.0)
     f.token(submit.leg, 1, 12, 6.0)
     f.done(submit.leg, FinishReason.LENGTH, WorkerLedger(queue_s=0.2, prefill_s=0.5, decode_s=0.1), 6.5)
     stages = dict(f.timeline.to_end())
@@ -319,18 +289,18 @@ def test_a_finished_prefill_whose_end_was_lost_ends_by_the_readers_word() -> Non
 
 def test_a_process_that_answers_again_had_not_crashed() -> None:
     f = flight()
-    [submit] = f.place([C0], 1.0, 0)
+    [submit] = f.place(router(C0), 1.0)
     f.lost(C0.key, dead=True, now=1.1)
-    assert f.place([C0], 1.2, 0) == []
+    assert f.place(router(C0), 1.2) == []
     f.recovered(C0.key)
-    [submit] = f.place([C0], 1.3, 0)
+    [submit] = f.place(router(C0), 1.3)
     assert submit.leg.worker == C0.key and not f.crashed
 
 
 def test_a_bad_lane_is_given_up_for_one_worker() -> None:
     f = flight()
     for kind in (LegKind.PREFILL, LegKind.PREFILL, LegKind.WHOLE):
-        [submit] = f.place([P0, D0], 1.0, 0)
+        [submit] = f.place(router(P0, D0), 1.0)
         assert submit.leg.kind is kind
         f.failed(submit.leg, HeadraceError(Code.ABORTED, "x"), "transfer_failed", 1.1)
 
@@ -345,8 +315,23 @@ def test_a_late_revocation_does_not_end_a_request_that_decodes() -> None:
 
 
 def test_only_workers_of_one_lane_pair() -> None:
-    ucx = WorkerView(WorkerKey("p0", "1"), Role.PREFILL, "a", 1000, lane="ucx")
-    tcp = WorkerView(WorkerKey("d0", "1"), Role.DECODE, "b", 1000, lane="tcp")
-    assert plan(Mode.AUTO, ucx, tcp).whole
-    assert plan(Mode.DISAGGREGATED, ucx, tcp) is None
-    assert choose_decode([ucx, tcp], ucx.key, (), 10, 0) is None
+    ucx, tcp = Member(WorkerKey("p0", "1"), Role.PREFILL, "ucx"), Member(WorkerKey("d0", "1"), Role.DECODE, "tcp")
+    [submit] = flight().place(router(ucx, tcp), 1.0)
+    assert submit.leg.kind is LegKind.WHOLE
+    assert flight(Mode.DISAGGREGATED).place(router(ucx, tcp), 1.0) == []
+
+
+def test_a_flight_keeps_what_was_decided_and_what_came_of_it() -> None:
+    f = flight()
+    p, d = fly(f, [P0, D0])
+    f.token(p, 0, 11, 1.75)
+    assert [(attempt, decision.worker) for attempt, decision in f.decisions] == [(1, p.worker), (1, d.worker)]
+    assert f.realised_ms == {1: pytest.approx(750.0)}
+
+
+def test_an_ask_names_what_is_there_and_what_may_still_come() -> None:
+    f = flight(max_tokens=8, expected_output_tokens=6)
+    p, _ = fly(f, [P0, D0])
+    f.token(p, 0, 11, 1.5)
+    ask = f.ask()
+    assert (ask.num_tokens, ask.max_tokens, ask.expected_output_tokens, ask.most_tokens) == (4, 7, 5, 11)
