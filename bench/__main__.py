@@ -10,6 +10,8 @@ python -m bench schedule [batching|chunks|budget|fairness|all]
                                         the iteration scheduler in virtual time, on a model of a CPU and of a GPU
 python -m bench longprompt [--mix]      what a long prompt does to those who decode, on the real model: the longest gap
                                         between tokens; with --mix random arrivals under an ITL target
+python -m bench prefix [--address HOST:PORT] [--api-key KEY --api-key OTHERS_KEY]
+                                        what a shared prefix saves on a running deployment: reuse, fetch, tenants
 python -m bench schedule host           what one iteration of it costs this machine, in real time
 """
 
@@ -70,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     long.add_argument("--mix", action="store_true", help="random arrivals instead of one prompt")
     long.add_argument("--seconds", type=float, default=60.0, help="mix: length of a trial")
     long.add_argument("--rate", type=float, default=0.3, help="mix: arrivals a second")
+    shared = commands.add_parser("prefix")
+    shared.add_argument("--address", default="127.0.0.1:50051")
+    shared.add_argument("--api-key", action="append", default=[], help="of a tenant; a second one measures isolation")
+    shared.add_argument("--prefix", type=int, default=2000, help="tokens")
+    shared.add_argument("--busy", type=int, default=4000, help="tokens of the prompt that keeps the holder busy")
+    shared.add_argument("--rounds", type=int, default=5)
+    shared.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
     return parser
 
 
@@ -99,6 +108,10 @@ def main() -> None:
 
         servers = dict(server.split("=", 1) for server in args.server)
         compare.run(servers, args.concurrency, args.input, args.output, args.rounds, args.vocab, args.seed)
+    elif args.name == "prefix":
+        from bench import prefix
+
+        prefix.run(args.address, args.api_key, args.prefix, args.busy, args.rounds, args.seed)
     elif args.name == "schedule":
         from bench.simulate import host, scenarios
 
