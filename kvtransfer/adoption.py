@@ -1,4 +1,6 @@
-"""One adopted request's shell at the reader: its lease stream and its reads. Decisions are `core.handoff`'s."""
+"""One adopted request's or one fetch's shell at the reader: its lease stream and its reads. Decisions are
+`core.handoff`'s.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from kvtransfer.core.handoff import Pull as StartPull
 from kvtransfer.core.lease import HandOffRecord
 from kvtransfer.stream import GONE, TOKEN_KEY, Outbox, Over, pump
 from kvtransfer.transports.base import Peer, Pull, PullStats, TransferError, peer_name
-from kvtransfer.wire import record_from_proto
+from kvtransfer.wire import join_hashes, record_from_proto
 
 if TYPE_CHECKING:
     from kvtransfer.reader import HolderLink, LeaseReader
@@ -53,10 +55,13 @@ class HandoffStats:
 
 
 class HandoffSink(Protocol):
-    """The worker, as one adopted request sees it. Called on the event loop's thread; takes the worker's lock itself."""
+    """The worker, as one adopted request or one fetch sees it. Called on the event loop's thread; takes the worker's lock
+    itself.
+    """
 
     def activated(self, record: HandOffRecord, stats: HandoffStats) -> None:
-        """All blocks up to `record.num_tokens` hold their KV: the request joins the batch. The last call."""
+        """All blocks up to `record.num_tokens` hold their KV: the request joins the batch, or the prefix is here. The
+        last call."""
 
     def ended(self, end: End) -> None:
         """Over without a request: free its blocks except `end.quarantined`. `end.failed` tells whether to report it."""
@@ -69,13 +74,21 @@ class Adoption:
     """One hand-off's shell. `reserved` and `cancel` may be called from any thread, everything else on the loop."""
 
     def __init__(
-        self, reader: LeaseReader, request_id: str, attempt: int, source: pb.PeerAddress, sink: HandoffSink
+        self,
+        reader: LeaseReader,
+        request_id: str,
+        attempt: int,
+        source: pb.PeerAddress,
+        sink: HandoffSink,
+        hashes: Sequence[bytes] = (),
     ) -> None:
+        """`hashes`: of the blocks to fetch; none: it is a hand-off of the request."""
         self.stream: asyncio.Task[None] | None = None
         self._reader = reader
         self._request_id, self._attempt, self._address = request_id, attempt, source
         self._sink = sink
-        self._handoff = Handoff(reader.block_size)
+        self._hashes = join_hashes(hashes)
+        self._handoff = Handoff(reader.block_size, is_fetch=bool(hashes))
         self._outbox: Outbox[pb.LeaseRequest] = Outbox()
         self._peer: Peer | None = None
         self._pulls: dict[int, Pull] = {}
@@ -90,8 +103,9 @@ class Adoption:
     def cancel(self) -> None:
         self._later(self.cancel_now)
 
-    def cancel_now(self) -> None:
-        self._do(self._handoff.cancel())
+    def cancel_now(self, reason: str = "cancelled") -> None:
+        """On the loop. The sink hears of the end, with this reason, before it returns; later calls are no-ops."""
+        self._do(self._handoff.cancel(reason))
 
     def _later(self, work: Callable[[], None]) -> None:
         if not self._reader.loop.is_closed():
@@ -145,6 +159,7 @@ class Adoption:
             holder_incarnation=self._address.incarnation,
             fingerprint=self._reader.fingerprint,
             lane=self._reader.transport.name,
+            block_hashes=self._hashes,
         )
 
     async def _hear(self, source: HolderLink, message: pb.LeaseResponse) -> None:

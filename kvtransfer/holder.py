@@ -1,4 +1,4 @@
-"""The holder's shell: serves Worker.Lease for a worker that prefills. Decisions are `core.lease`'s."""
+"""The holder's shell: serves Worker.Lease, for hand-offs and for fetches. Decisions are `core.lease`'s."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from kvtransfer.core.lease import (
 )
 from kvtransfer.stream import GONE, TOKEN_KEY, Outbox, pump
 from kvtransfer.transports.base import Transport
-from kvtransfer.wire import record_to_proto
+from kvtransfer.wire import record_to_proto, split_hashes
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """A request's blocks as of now; what comes later arrives through `LeaseHolder.computed` and `handed_off`."""
+    """A request's blocks as of now; what comes later arrives through `LeaseHolder.computed` and `handed_off`.
+
+    Of a fetch: all blocks that it gets.
+    """
 
     key: RequestKey
     blocks: Sequence[int]
     """Complete blocks so far, in logical order."""
     record: HandOffRecord | None = None
-    """Set once the first token is sampled; `blocks` are all blocks then."""
+    """Set once the first token is sampled, and in a fetch; `blocks` are all blocks then."""
 
 
 class LeaseSource(Protocol):
@@ -45,6 +48,12 @@ class LeaseSource(Protocol):
 
     def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
         """Pins a request's blocks for a reader; Rejected when it has one already. `lease_ended` follows a grant."""
+
+    def grant_fetch(self, request_id: str, attempt: int, hashes: Sequence[bytes]) -> LeaseGrant | Rejected:
+        """Pins the leading run of these blocks that is cached, under a key of its own. `lease_ended` follows a grant.
+
+        `request_id`: the reader's, a label here; several readers may use one.
+        """
 
     def lease_ended(self, key: RequestKey, completed: bool) -> None:
         """The pin is gone. `completed`: the reader owns the request now. Once for each lease that was opened."""
@@ -160,7 +169,13 @@ class LeaseHolder:
         ):
             if not matches:
                 return Rejected(reason)
-        grant = self._source.grant_lease(request.request_id, request.attempt)
+        if request.block_hashes:
+            hashes = split_hashes(request.block_hashes)
+            if hashes is None:
+                return Rejected("protocol")
+            grant = self._source.grant_fetch(request.request_id, request.attempt, hashes)
+        else:
+            grant = self._source.grant_lease(request.request_id, request.attempt)
         if isinstance(grant, Rejected):
             return grant
         lease = Lease(LeaseId(self._ids("lease")), grant.key, self._incarnation)

@@ -1,8 +1,11 @@
-"""The reader's shell: adopts requests from other workers; keeps one channel and one connected pool for each holder."""
+"""The reader's shell: adopts requests and fetches prefixes from other workers; keeps one channel and one connected pool
+for each holder.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -30,7 +33,7 @@ class HolderLink:
 
 
 class LeaseReader:
-    """All adoptions of one worker process. Made on the event loop; `adopt` is called there."""
+    """All adoptions and fetches of one worker process. Made on the event loop; `adopt` and `fetch` are called there."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class LeaseReader:
 
     @property
     def handoffs(self) -> int:
-        """Adoptions that are neither active nor over, and streams that are still being closed."""
+        """Adoptions and fetches that are neither active nor over, and streams that are still being closed."""
         return len(self._live)
 
     @property
@@ -68,6 +71,24 @@ class LeaseReader:
         adoption = Adoption(self, request_id, attempt, source, sink)
         self._live.add(adoption)
         return adoption
+
+    def fetch(
+        self,
+        request_id: str,
+        attempt: int,
+        source: pb.PeerAddress,
+        hashes: Sequence[bytes],
+        local_blocks: Sequence[int],
+        sink: HandoffSink,
+    ) -> Adoption:
+        """Reads the leading run of these blocks that the holder has cached, into `local_blocks` in the same order.
+
+        hashes: 16 bytes each, at least one. request_id: a label. The record that the sink is told has no output.
+        """
+        fetch = Adoption(self, request_id, attempt, source, sink, hashes)
+        self._live.add(fetch)
+        fetch.reserved(local_blocks, 0)
+        return fetch
 
     async def close(self) -> None:
         """Cancels all adoptions and closes all streams and channels. The transport stays open."""

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from headrace.core.records import WorkerLedger
 from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.identity import DIGEST_BYTES
 from kvtransfer.core.lease import HandOffRecord
+
+
+def join_hashes(hashes: Sequence[bytes]) -> bytes:
+    return b"".join(hashes)
+
+
+def split_hashes(joined: bytes) -> list[bytes] | None:
+    """None when it is no row of whole hashes."""
+    if len(joined) % DIGEST_BYTES:
+        return None
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
 def ledger_to_proto(ledger: WorkerLedger) -> pb.WorkerLedger:

@@ -30,10 +30,12 @@ from kvtransfer.service import (
     LeaseSource,
 )
 from kvtransfer.wire import ledger_to_proto
+from workers.adopted import AdoptedRequest
 from workers.core.plan import StepEvents
 from workers.core.request import Request, State
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine
+from workers.fetcher import Fetcher
 from workers.intake import REFUSAL_CODES, REFUSAL_TEXTS, Entry, request_from
 from workers.sessions import GatewaySession
 
@@ -67,10 +69,12 @@ class Hub:
         self._loop = asyncio.get_running_loop()
         self.holder = make_holder(self)
         self.reader = reader
+        self.fetcher = Fetcher(scheduler, reader, self.counters, clock, self._new_key, self._reserve)
         self._engine: Engine | None = None
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
+        self.fetcher.lock = engine.lock
 
     @property
     def engine(self) -> Engine:
@@ -93,11 +97,14 @@ class Hub:
         body = message.body
         request = request_from(body, self._new_key(), self._root(body), hand_off=message.hand_off)
         request.deadline = self._clock() + body.time_left_s
+        request.fetch_blocks = self.fetcher.wants(message)
         entry = Entry(request, session, message.handle, len(body.output_ids), request.deadline)
         with self.engine.lock:
             rejected = self._scheduler.submit(entry.request, self._clock())
             self.engine.wake()
         self._admitted(entry, rejected)
+        if rejected is None:
+            self.fetcher.begin(request, message.fetch.source)
 
     def adopt(self, session: GatewaySession, message: pb.Adopt) -> None:
         session.submit_seq = message.submit_seq
@@ -108,7 +115,7 @@ class Hub:
             rejected = self._scheduler.adopt(request, self._clock())
         self._admitted(entry, rejected)
         if rejected is None:
-            sink = _AdoptedRequest(self, entry)
+            sink = AdoptedRequest(self, entry)
             entry.adoption = self.reader.adopt(request.request_id, request.attempt, message.source, sink)
             self._reserve()
 
@@ -237,9 +244,12 @@ class Hub:
         entry.leased = True
         return LeaseGrant(request.key, blocks, record)
 
+    def grant_fetch(self, request_id: str, attempt: int, hashes: Sequence[bytes]) -> LeaseGrant | Rejected:
+        return self.fetcher.grant(request_id, attempt, hashes)
+
     def lease_ended(self, key: RequestKey, completed: bool) -> None:
         entry = self._entries.get(key)
-        if entry is None:
+        if self.fetcher.lease_ended(key) or entry is None:
             return
         entry.leased = False
         with self.engine.lock:
@@ -323,9 +333,13 @@ class Hub:
     def tick(self) -> None:
         """Deadlines, and the way out when only readers hold what a waiting request needs."""
         now = self._clock()
+        self.fetcher.tick()
         with self.engine.lock:
+            idle_pins = self._scheduler.revocable_pins()
             expired = [self._entries[key] for key in self._scheduler.expire(now) if key in self._entries]
             stuck = self._scheduler.revocable(now)
+        for key in idle_pins:
+            self.holder.revoke(key, "pressure")
         for entry in expired:
             self._done(entry, FinishReason.DEADLINE)
         for entry in [e for e in self._adopted.values() if e.deadline <= now]:
@@ -373,6 +387,7 @@ class Hub:
         self._adopted.pop(request.key, None)
         del self._handles[entry.session, entry.handle]
         self._names.pop((request.request_id, request.attempt), None)
+        self.fetcher.cancel((request.key,))
         entry.session.load_changed()
         if entry.leased:
             self.holder.request_ended(request.key, "request_ended")
@@ -388,23 +403,6 @@ class Hub:
         size = self._block_size
         done = request.computed_tokens
         return request.block_ids[: -(-done // size) if request.state is State.TRANSFERRING else done // size]
-
-
-class _AdoptedRequest:
-    """The hub as one adoption sees it (HandoffSink)."""
-
-    def __init__(self, hub: Hub, entry: Entry) -> None:
-        self._hub = hub
-        self._entry = entry
-
-    def activated(self, record: HandOffRecord, stats: HandoffStats) -> None:
-        self._hub.activated(self._entry, record, stats)
-
-    def ended(self, end: End) -> None:
-        self._hub.adoption_ended(self._entry, end)
-
-    def quarantine_over(self) -> None:
-        self._hub.quarantine_over(self._entry)
 
 
 def _record(request: Request, finished: bool = False) -> HandOffRecord:

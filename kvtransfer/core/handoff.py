@@ -1,4 +1,4 @@
-"""One adopted request at its reader: from the queue to the batch. Facts in, actions out.
+"""One adopted request, or one fetch of a cached prefix, at its reader. Facts in, actions out.
 
     QUEUED --reserved--> OPENING --opened--> PULLING --record, all read--> VERIFYING --held--> ACTIVE
       |                     |                   |                             |
@@ -11,6 +11,9 @@ KV: only the holder's answer after the last read makes them usable. A read given
 write quarantines its target blocks; `End` names them, and `ReleaseQuarantine` follows when that read is terminal. All
 other reserved blocks are the request's (ACTIVE) or free (`End`).
 
+A fetch differs in the record alone: it has no output, and whole blocks, perhaps fewer than were reserved. It comes
+right after the one announce; ACTIVE means that these blocks are verified.
+
 A local contradiction raises InvariantError; one from the holder fails this hand-off only. Does not: know time or
 sockets.
 """
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headrace.errors import InvariantError
-from kvtransfer.core.lease import HandOffRecord
+from kvtransfer.core.lease import HandOffRecord, whole_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ class End:
 
     failed: bool
     reason: str
-    """lease_refused | lease_revoked | lease_broken | transfer_failed; or cancelled | finished, which nobody need hear
-    of.
+    """lease_refused | lease_revoked | lease_broken | transfer_failed; or finished | what `cancel` was given, which
+    nobody need hear of.
     """
     detail: str
     quarantined: tuple[int, ...]
@@ -113,13 +116,14 @@ LEASED = frozenset({HandoffState.OPENING, HandoffState.PULLING, HandoffState.VER
 
 class Handoff:
     """Methods are the facts and return what to do, in order. Facts after the end are no-ops (but for
-    `read_terminal`).
+    `read_terminal`). `is_fetch`: of a prefix; else of a request.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, is_fetch: bool = False) -> None:
         self.state = HandoffState.QUEUED
         self.record: HandOffRecord | None = None
         self._block_size = block_size
+        self._is_fetch = is_fetch
         self._local: tuple[int, ...] = ()
         self._skip = 0
         self._lease_id = ""
@@ -226,9 +230,9 @@ class Handoff:
             return []
         if self.state is not HandoffState.PULLING or self.record is not None:
             return self._protocol_fault("hand-off record out of turn")
-        if record.finished:
+        if record.finished and not self._is_fetch:
             return self._end(HandoffState.CANCELLED, "finished")
-        if -(-record.num_tokens // self._block_size) != len(self._remote) or not record.output_ids:
+        if not self._fits(record):
             return self._protocol_fault("hand-off record does not fit the announced blocks")
         self.record = record
         return self._go_on()
@@ -263,6 +267,11 @@ class Handoff:
             _advance(self, HandoffState.VERIFYING)
             actions.append(SendVerify(self._lease_id))
         return actions
+
+    def _fits(self, record: HandOffRecord) -> bool:
+        if self._is_fetch:
+            return record == whole_blocks(len(self._remote), self._block_size)
+        return -(-record.num_tokens // self._block_size) == len(self._remote) and bool(record.output_ids)
 
     def _lease_over(self, reason: str, detail: str) -> list[HandoffAction]:
         if self.state is HandoffState.QUEUED:

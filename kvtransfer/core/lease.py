@@ -1,4 +1,4 @@
-"""One lease at its holder: blocks of a request, pinned for one reader. Facts in, actions out.
+"""One lease at its holder: blocks of a request, or of its cache, pinned for one reader. Facts in, actions out.
 
     OPEN --handed_off--> SEALED --verify--> HELD --close(completed)--> ENDED
       |                     |                 |
@@ -8,6 +8,8 @@ The pin lasts from the grant to ENDED, whose single `Release` names how it ended
 yet reported pulled counts as a read in flight, so a revoke can never pass an announce on the wire. Nothing here has a
 timer: liveness is the shell's, and silence arrives as `broken`. A reader that breaks the protocol ends its own lease,
 nothing more.
+
+A lease on cached blocks (a peer's fetch) is SEALED as soon as it is open, by a record of whole blocks without output.
 
 Does not: know blocks' contents, pools, sockets or time.
 """
@@ -32,6 +34,11 @@ class HandOffRecord:
     finished: bool = False
     """True when the request ended with its first token: nothing to move."""
     ledger: WorkerLedger = field(default_factory=WorkerLedger)
+
+
+def whole_blocks(num_blocks: int, block_size: int) -> HandOffRecord:
+    """What seals a lease on cached blocks."""
+    return HandOffRecord((), num_blocks * block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class Lease:
 
     lease_id: LeaseId
     key: RequestKey
+    """Of the request, or made for the pin of a fetch."""
     incarnation: Incarnation
     """The holder's own; a verify for another one is refused."""
     state: LeaseState = LeaseState.OPEN

@@ -62,6 +62,6 @@ def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[
 
 
 def _request_of(holder: str) -> str:
-    """The request's id in a holder's name `request ID/ATTEMPT`; '' for other holders."""
-    kind, _, name = holder.partition(" ")
-    return name.rpartition("/")[0] if kind == "request" else ""
+    """The request's id in a holder's name `KIND ID/ATTEMPT`; '' for holders that no request excuses."""
+    kind, _, name = holder.rpartition(" ")
+    return name.rpartition("/")[0] if kind in ("request", "fetch", "lease fetch") else ""

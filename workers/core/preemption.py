@@ -158,7 +158,7 @@ def choose_revocable(queues: Queues) -> Request | None:
     """A handed-off request whose reader should be told to do without, or None.
 
     Only a circular wait needs it: this worker holds blocks for readers on a peer that waits for blocks itself, which it
-    holds for readers here. Then nothing computes or is being pulled here, and a request waits whose start would set
+    holds for readers here. Then nothing computes or is being read here, and a request waits whose start would set
     others free: an adoption, a preempted request, or a prefill that stays. A queue of hand_off prefills alone waits
     for its readers: they are busy, not stuck, and a revoked request would only come back to the end of that queue.
     The choice is the cheapest to compute again, one without an open lease before one with.
@@ -166,7 +166,7 @@ def choose_revocable(queues: Queues) -> Request | None:
     waiting = queues.line.first()
     if not queues.held:
         return None
-    if queues.num_computing or queues.reserved:
+    if queues.num_computing or queues.reserved or queues.fetching:
         return None
     if not queues.preempted and not queues.adopting and (waiting is None or waiting.hand_off):
         return None

@@ -22,6 +22,11 @@ def _arrival(request: Request) -> int:
     return request.arrival
 
 
+def _in_line(request: Request) -> bool:
+    """Where a waiting request waits."""
+    return not (request.adopted or request.fetching)
+
+
 class Queues:
     def __init__(self, line: WaitingLine, batch: DecodeBatch, admission: QueueAdmission) -> None:
         self._admission = admission
@@ -31,6 +36,8 @@ class Queues:
         """Decodes."""
         self.adopting: OrderedDict[RequestKey, Request] = OrderedDict()
         """Adoptions that hold nothing yet."""
+        self.fetching: OrderedDict[RequestKey, Request] = OrderedDict()
+        """Waiting prefills that part of their prefix is being read for; they join the line when that is over."""
         self.preempted: list[Request] = []
         self.prefilling: list[Request] = []
         self.reserved: dict[RequestKey, Request] = {}
@@ -42,12 +49,12 @@ class Queues:
         self.lacking_blocks: Request | None = None
         """The prefill that was to start in the last step planned, and found too few blocks."""
         self.waiting_tokens = 0
-        """Uncomputed tokens of waiting and preempted requests."""
+        """Uncomputed tokens of the line and of preempted requests."""
 
     def add(self, request: Request, now: float) -> None:
         """Put a request where its state belongs."""
         match request.state:
-            case State.WAITING if not request.adopted:
+            case State.WAITING if _in_line(request):
                 self.line.add(request)
             case State.DECODING:
                 self.batch.add(request, now)
@@ -70,6 +77,12 @@ class Queues:
             self._admission.left(request.key, now)
         self.add(request, now)
 
+    def join_line(self, request: Request, now: float) -> None:
+        """The read for a fetching request is over: it waits on, at the place of its arrival."""
+        self._take(request)
+        request.fetching = False
+        self.add(request, now)
+
     @property
     def num_computing(self) -> int:
         return len(self.prefilling) + len(self.batch)
@@ -90,7 +103,7 @@ class Queues:
         return head is not None and head.arrival < request.arrival
 
     def all(self) -> Iterator[Request]:
-        for mapping in (self.line.requests, self.adopting, self.reserved, self.held, self.paused):
+        for mapping in (self.line.requests, self.adopting, self.fetching, self.reserved, self.held, self.paused):
             yield from mapping.values()
         yield from self.preempted
         yield from self.prefilling
@@ -107,23 +120,29 @@ class Queues:
                     home = self.batch.requests[request.row] is request
                 case State.PREFILLING | State.PREEMPTED:
                     home = request in self._list(request)
-                case State.WAITING if not request.adopted:
+                case State.WAITING if _in_line(request):
                     home = self.line.requests.get(request.key) is request
                 case _:
                     home = self._dict(request).get(request.key) is request
             if not home:
                 raise InvariantError(f"request {request.key} is not where {request.state} belongs")
-        for ordered in (list(self.line.requests.values()), [*self.adopting.values()], self.preempted, self.prefilling):
+        for ordered in (
+            list(self.line.requests.values()),
+            list(self.adopting.values()),
+            list(self.fetching.values()),
+            self.preempted,
+            self.prefilling,
+        ):
             if ordered != sorted(ordered, key=_arrival):
                 raise InvariantError("a queue is out of arrival order")
         if self.waiting_tokens != sum(r.num_tokens for r in [*self.line.requests.values(), *self.preempted]):
             raise InvariantError("the count of waiting tokens is wrong")
-        self._admission.check_integrity(len(self.line), len(self.adopting), len(seen))
+        self._admission.check_integrity(len(self.line) + len(self.fetching), len(self.adopting), len(seen))
         self.batch.check_integrity()
 
     @staticmethod
     def _counts(request: Request) -> bool:
-        return request.state is State.PREEMPTED or (request.state is State.WAITING and not request.adopted)
+        return request.state is State.PREEMPTED or (request.state is State.WAITING and _in_line(request))
 
     def _list(self, request: Request) -> list[Request]:
         return self.prefilling if request.state is State.PREFILLING else self.preempted
@@ -132,14 +151,14 @@ class Queues:
         if request.state is State.TOOL_WAIT:
             return self.paused
         if request.state is State.WAITING:
-            return self.adopting
+            return self.fetching if request.fetching else self.adopting
         return self.reserved if request.adopted else self.held
 
     def _take(self, request: Request) -> None:
         if self._counts(request):
             self.waiting_tokens -= request.num_tokens
         match request.state:
-            case State.WAITING if not request.adopted:
+            case State.WAITING if _in_line(request):
                 self.line.discard(request)
             case State.DECODING:
                 self.batch.remove(request)

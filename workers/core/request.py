@@ -100,6 +100,8 @@ class Request:
     adopted: bool = False
     """KV comes from a prefill worker instead of from a prefill here."""
     deadline: float | None = None
+    fetch_blocks: int = 0
+    """Leading full blocks that the shell can read from another worker; 0: none."""
     tenant: str = ""
     priority: int = 0
     """The client's, as vLLM has it: lower is earlier."""
@@ -118,6 +120,8 @@ class Request:
 
     state: State = field(default=State.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
+    fetching: bool = field(default=False, init=False)
+    """Waits for a read of its prefix, see `workers.core.fetches`."""
     arrival: int = field(default=0, init=False)
     """Order of acceptance on this worker."""
     token_ids: list[int] = field(init=False)

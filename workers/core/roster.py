@@ -20,6 +20,8 @@ from headrace.ids import RequestKey
 from workers.core.admission import QueueAdmission
 from workers.core.batch import DecodeBatch
 from workers.core.blocks import BlockPool
+from workers.core.fetch_pins import FetchPins
+from workers.core.fetches import Fetches
 from workers.core.host_blocks import HostBlocks
 from workers.core.journal import Event, Journal, Tracing
 from workers.core.limits import refusal
@@ -62,6 +64,9 @@ class Roster:
         self._pool = pool
         self._cache = cache
         self._residency = Residency(pool, cache)
+        self.fetches = Fetches(pool, cache)
+        """Prefixes on their way here; the shell reads them."""
+        self._pins = FetchPins(pool, cache)
         self._pace = Pace()
         self._policy = Policy(settings, self._pace, service)
         self._preemption = Preemption(settings, pool, self._pace, self._policy)
@@ -89,7 +94,10 @@ class Roster:
     # ---- coming in
 
     def submit(self, request: Request, now: float) -> Rejected | None:
-        """Queue a request to be prefilled here. A reason of `limits.refusal` or of `QueueAdmission.refusal`."""
+        """Queue a request to be prefilled here. A reason of `limits.refusal` or of `QueueAdmission.refusal`.
+
+        With `fetch_blocks` it may wait for a read first: `fetches` has what to read, or nothing.
+        """
         if request.adopted:
             raise InvariantError(f"request {request.key} is to be adopted, not prefilled")
         rejected = self._accept(request, now)
@@ -110,6 +118,7 @@ class Roster:
         if self._flight is not None and self._flight.plan.swap_out:
             return reserved  # blocks that are free by now are still to be copied from
         while (request := self._queues.next_adoption()) is not None:
+            self._yield_fetched(request)
             if not self._residency.admit(request, self._spare_blocks()):
                 break
             request.ledger.cached_tokens = request.computed_tokens
@@ -197,6 +206,33 @@ class Roster:
                 expired.append(key)
         return expired
 
+    # ---- prefixes that are read from a peer
+
+    def fetch_arrived(self, key: RequestKey, num_blocks: int, now: float) -> int:
+        """The first blocks of a fetch are here and verified: they are in the cache, and the request waits in line.
+        Returns how many are new."""
+        fresh = self.fetches.arrived(key, num_blocks)
+        self._end_fetching(key, now)
+        return fresh
+
+    def fetch_failed(self, key: RequestKey, quarantined: Sequence[int], now: float) -> None:
+        """The request waits in line for what the cache has; `quarantined` targets stay aside until
+        `release_quarantine(key)`."""
+        self.fetches.failed(key, quarantined)
+        self._end_fetching(key, now)
+
+    def pin_cached(self, key: RequestKey, reader: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """For a peer's fetch, see `FetchPins.pin`."""
+        return self._pins.pin(key, reader, hashes, self._spare_blocks())
+
+    def unpin_cached(self, key: RequestKey) -> bool:
+        return self._pins.unpin(key)
+
+    def revocable_pins(self) -> list[RequestKey]:
+        """Leases of fetching peers that may be revoked, where no read is in flight: somebody here lacks blocks."""
+        lacks = self._queues.lacking_blocks is not None or self._queues.adopting
+        return self._pins.keys if lacks else []
+
     # ---- readers
 
     def pin(self, key: RequestKey) -> bool:
@@ -227,6 +263,7 @@ class Roster:
             for request in self.requests.values()
             if request.block_ids
         }
+        held |= self.fetches.holders() | self._pins.holders()
         return held | {f"quarantine {name}": n for name, n in self._pool.quarantine_holders().items()}
 
     def check_integrity(self) -> None:
@@ -239,7 +276,10 @@ class Roster:
         if known != self.requests.keys():
             raise InvariantError("a request is in no queue, or in one although it is forgotten")
         self._host.check_integrity(self._host_copies())
+        self.fetches.check_integrity()
         refs = Counter(block for request in self.requests.values() for block in request.block_ids)
+        refs.update(self.fetches.blocks())
+        refs.update(self._pins.blocks())
         if any(self._pool.refs(block) != refs[block] for block in range(self._pool.num_blocks)):
             raise InvariantError("references to blocks and block tables differ")
         for request in self.requests.values():
@@ -266,6 +306,7 @@ class Roster:
         request.level = self._policy.join_level(request.num_tokens)
         self.requests[request.key] = request
         self.admission.enter(request, engine_s, now)
+        request.fetching = bool(request.fetch_blocks) and self._begin_fetch(request, now)
         self._queues.add(request, now)
         request.traced = self._journal.samples(request.request_id)
         if request.traced:
@@ -277,6 +318,21 @@ class Roster:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
                 heapify(self._deadlines)
         return None
+
+    def _begin_fetch(self, request: Request, now: float) -> bool:
+        if self._flight is not None and self._flight.plan.swap_out:
+            return False  # blocks that are free by now are still to be copied from
+        return self.fetches.begin(request, self._spare_blocks(), self._pace.prefill_token_s, now) is not None
+
+    def _end_fetching(self, key: RequestKey, now: float) -> None:
+        request = self.requests.get(key)
+        if request is not None and request.state is State.WAITING and request.fetching:
+            self._queues.join_line(request, now)
+
+    def _yield_fetched(self, wanted_by: Request) -> None:
+        """What was fetched for others and waits goes before anybody lacks blocks; it stays cached until it is taken."""
+        if len(self.fetches) and (lacking := self._residency.lacking(wanted_by, self._spare_blocks())):
+            self.fetches.let_go(lacking, keep=wanted_by.key)
 
     def _host_copies(self) -> list[HostCopy]:
         """Everything that holds host blocks."""
@@ -312,6 +368,7 @@ class Roster:
     def _forget(self, request: Request, quarantined: Sequence[int] = ()) -> None:
         self._residency.publish(request)
         self._residency.release(request, quarantined)
+        self.fetches.request_left(request.key)
         self._drop_copy(request)
         self.service.leave(request.tenant_index)
         self._classes[request.priority] -= 1

@@ -155,8 +155,9 @@ class Scheduler(Selection):
         queues = self._queues
         return WorkerLoad(
             submit_seq=submit_seq,
-            waiting_requests=len(queues.line) + len(queues.preempted),
-            waiting_tokens=queues.waiting_tokens + sum(r.uncomputed_tokens for r in queues.prefilling),
+            waiting_requests=len(queues.line) + len(queues.fetching) + len(queues.preempted),
+            waiting_tokens=queues.waiting_tokens
+            + sum(r.uncomputed_tokens for r in [*queues.prefilling, *queues.fetching.values()]),
             running_requests=queues.num_computing,
             adopting_requests=len(queues.adopting) + len(queues.reserved),
             free_blocks=self._pool.free_blocks,

@@ -99,6 +99,7 @@ class Selection(Suspension):
         if request is None or request.late or (request is self._in_vain and self._look_again > 0):
             self._look_again -= 1
             return
+        self._yield_fetched(request)
         lower = [
             r for r in self._lower_classes(request.priority) if not r.pinned and self._gain_ms(r, request, now) > 0
         ]
@@ -164,6 +165,8 @@ class Selection(Suspension):
         short = np.flatnonzero(batch.num_tokens[rows] > batch.capacity[rows])
         if len(short):
             places = short if isinstance(rows, slice) else rows[short]
+            if len(short) > self._pool.available_blocks:
+                self.fetches.let_go(len(short) - self._pool.available_blocks)
             blocks = self._pool.alloc(len(short))
             if blocks is not None:
                 batch.grow(places, blocks)
@@ -307,12 +310,14 @@ class Selection(Suspension):
         is_alone = request.state is State.WAITING and len(line) == 1
         first = None if is_alone else line.first()
         copy = self._valid_copy(request)
+        self._yield_fetched(request)
         for idle in self._idle_holders(request):
             self._preempt(idle, now)
         self._blocked = not self._residency.admit(request, self._spare_blocks())
         if self._blocked:
             self._queues.lacking_blocks = request
             return False
+        self.fetches.request_left(request.key)
         request.priority_reason = self._policy.reason(request, first, now) if first is not None else "arrival"
         if request.state is State.WAITING:
             request.ledger.cached_tokens = request.computed_tokens

@@ -79,6 +79,8 @@ class Suspension(Roster):
     def reserve_adoptions(self, now: float) -> list[RequestKey]:
         """As in Roster. Blocks of paused requests come from the next step, or at once when there is no copy to make."""
         head = self._queues.next_adoption()
+        if head is not None:
+            self._yield_fetched(head)
         for idle in [] if head is None else self._idle_holders(head):
             if self._pool.blocks_for(idle.computed_tokens) > self._host.free_blocks:
                 self._drop(idle)

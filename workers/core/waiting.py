@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import takewhile
 
 from headrace.core.fairness import ServiceCounters
 from headrace.ids import RequestKey
@@ -50,8 +51,11 @@ class WaitingLine:
         return len(self.requests)
 
     def add(self, request: Request) -> None:
-        """At the place that the policy gives it."""
+        """At the place that the policy gives it. Whoever came later than it stays behind it, by arrival too."""
+        later = list(takewhile(lambda other: other.arrival > request.arrival, reversed(self.requests.values())))
         self.requests[request.key] = request
+        for other in reversed(later):
+            self.requests.move_to_end(other.key)
         tenant = request.tenant_index if self._policy.terms.debt else 0
         line = self._lines.get(tenant)
         if line is None:
