@@ -55,8 +55,8 @@ class HandoffStats:
 
 
 class HandoffSink(Protocol):
-    """The worker, as one adopted request or one fetch sees it. Called on the event loop's thread; takes the worker's lock
-    itself.
+    """The worker, as one adopted request or one fetch sees it. Called on the event loop's thread; takes the
+    worker's lock itself.
     """
 
     def activated(self, record: HandOffRecord, stats: HandoffStats) -> None:

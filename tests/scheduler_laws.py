@@ -100,7 +100,9 @@ def check_blocks(world: World) -> None:
     pool, requests = world.pool, world.scheduler.requests.values()
     known = pool.used_blocks + pool.free_blocks + pool.evictable_blocks + pool.quarantined_blocks
     assert known == pool.num_blocks
-    assert pool.used_blocks == len({block for request in requests for block in request.block_ids})
+    scheduler = world.scheduler
+    foreign = {*scheduler.fetches.blocks(), *scheduler._pins.blocks()}
+    assert pool.used_blocks == len(foreign.union(*(request.block_ids for request in requests)))
     copies = [block for request in requests if request.host is not None for block in request.host.blocks]
     assert len(set(copies)) == len(copies) <= world.settings.host_blocks
     stats = world.scheduler.stats()

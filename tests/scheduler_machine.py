@@ -2,7 +2,8 @@
 
 Requests of every kind (whole, hand_off, adopted, resumed, opted out of the cache) come, are preempted, cancelled,
 expire, lose their readers or their reads, at any point, also while a step is on its way. Reads that were given up go on
-writing garbage until they are terminal. `check_integrity` and the laws of `tests.scheduler_laws` hold after every
+writing garbage until they are terminal. Prefixes are fetched from peers, arrive as a whole or in part or not at all, and
+peers pin what is cached here. `check_integrity` and the laws of `tests.scheduler_laws` hold after every
 operation; every request that was let in ends exactly once, in a way that somebody is told of; everything drains.
 
 `tests/property` runs it for seconds, `tests/chaos` for minutes.
@@ -11,13 +12,14 @@ operation; every request that was let in ends exactly once, in a way that somebo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.core.records import FinishReason
 from headrace.ids import RequestKey
-from tests.core_world import World, alone, make_settings
+from tests.core_world import World, alone, chain, make_settings
 from tests.scheduler_laws import check_blocks, check_plan, toy_cost_s, toy_predictor
 from workers.core.limits import end_reason
 from workers.core.plan import StepPlan
@@ -49,6 +51,7 @@ class Wish:
     priority: int
     tenant: str
     predicted: int
+    fetch: int
 
 
 wishes = st.builds(
@@ -65,6 +68,7 @@ wishes = st.builds(
     priority=st.sampled_from([0, 0, 1, -1]),
     tenant=st.sampled_from(["a", "a", "b"]),
     predicted=st.sampled_from([0, 0, 4]),
+    fetch=st.sampled_from([0, 0, 1, 2, 9]),
 )
 
 
@@ -133,6 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """How each request has ended."""
         self.writing: dict[RequestKey, list[int]] = {}
         """Targets of reads that were given up and are not over."""
+        self.cleared: set[RequestKey] = set()
+        """Fetches whose tenant's cache was cleared while they were under way."""
+        self.pins: list[RequestKey] = []
 
     # ---- requests come
 
@@ -157,6 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         request.priority, request.tenant = wish.priority, wish.tenant
         request.predicted_output_tokens = wish.predicted
+        request.fetch_blocks = 0 if request.adopted else wish.fetch
         # An earlier attempt may have produced a part of the output, never its end.
         done = (
             alone(request, world.settings, world.vocab)[:-1][: wish.known]
@@ -247,6 +255,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end(request.key, "lost its holder")
         self.writing[request.key] = in_flight
 
+    # ---- fetches
+
+    @precondition(lambda self: self.fetching())
+    @rule(data=st.data(), share=st.sampled_from([0.0, 0.5, 1.0]))
+    def fetch_arrives(self, data: st.DataObject, share: float) -> None:
+        self.take_in_fetch(data.draw(st.sampled_from(self.fetching())), share)
+
+    @precondition(lambda self: self.fetching())
+    @rule(data=st.data(), landed=st.floats(0, 1))
+    def fetch_fails(self, data: st.DataObject, landed: float) -> None:
+        key = data.draw(st.sampled_from(self.fetching()))
+        fetch = self.world.scheduler.fetches.get(key)
+        assert fetch is not None
+        self.writing[key] = list(fetch.targets[int(landed * len(fetch.targets)) :])
+        self.world.scheduler.fetch_failed(key, self.writing[key], self.world.now)
+        self.world.scheduler.fetch_failed(key, [], self.world.now)
+
+    @rule(tenant=st.sampled_from(["a", None]))
+    def clear_fetches(self, tenant: str | None) -> None:
+        self.cleared |= set(self.world.scheduler.fetches.clear(tenant))
+
+    @precondition(lambda self: self.world.seen)
+    @rule(data=st.data())
+    def peer_pins(self, data: st.DataObject) -> None:
+        """A peer asks for a prefix that somebody here had."""
+        request = data.draw(st.sampled_from(list(self.world.seen.values())))
+        key = RequestKey(1_000_000 + len(self.pins))
+        if key not in self.pins and self.world.scheduler.pin_cached(key, "peer", request.block_hashes):
+            self.pins.append(key)
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def peer_is_done(self) -> None:
+        assert self.world.scheduler.unpin_cached(self.pins.pop())
+
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), over=st.booleans())
     def late_write(self, data: st.DataObject, over: bool) -> None:
@@ -304,8 +347,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         world = self.world
         for key in sorted(self.writing):
             self.write_late(key, True)
+        while self.pins:
+            self.peer_is_done()
         # Liveness: with readers and holders that do their part, everybody ends.
         for _ in range(400):
+            for key in self.fetching():
+                self.take_in_fetch(key, 1.0)
             if not world.scheduler.requests:
                 break
             self.reserve()
@@ -360,6 +407,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             world.activate(request)
 
+    def take_in_fetch(self, key: RequestKey, share: float) -> None:
+        """A peer that has so large a part of the prefix."""
+        world = self.world
+        fetch = world.scheduler.fetches.get(key)
+        assert fetch is not None
+        size, num_blocks = world.settings.block_size, int(share * len(fetch.targets))
+        content = chain(world.truth[key])[len(fetch.shared) * size :]
+        for index, block in enumerate(fetch.targets[:num_blocks]):
+            world.runner.kv[block] = content[index * size : (index + 1) * size]
+        fresh = world.scheduler.fetch_arrived(key, num_blocks, world.now)
+        assert fresh <= (0 if key in self.cleared else num_blocks)
+        assert world.scheduler.fetch_arrived(key, num_blocks, world.now) == 0
+
     def let_go(self, request: Request) -> None:
         assert self.world.scheduler.release_handed_off(request.key, self.world.now)
         self.end(request.key, "handed off")
@@ -389,6 +449,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def paused(self) -> list[Request]:
         return [r for r in self.alive() if r.state is State.TOOL_WAIT]
+
+    def fetching(self) -> list[RequestKey]:
+        """Whose reads are under way, whether or not their requests still are."""
+        return self.world.scheduler.fetches.overdue(inf)
 
     def alive(self) -> list[Request]:
         return [r for r in self.world.seen.values() if r.state is not State.FINISHED]
