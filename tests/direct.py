@@ -1,4 +1,5 @@
-"""Workers without a gateway: a test speaks to each over a session of its own, and says itself what is fetched from whom.
+"""Workers without a gateway: a test speaks to each over a session of its own, and says itself what is fetched from
+whom.
 
 `workers` runs them in this process and event loop, with FakeRunner, whose tokens betray any wrong block. `Session` also
 speaks to workers in other processes.

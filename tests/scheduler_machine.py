@@ -2,9 +2,9 @@
 
 Requests of every kind (whole, hand_off, adopted, resumed, opted out of the cache) come, are preempted, cancelled,
 expire, lose their readers or their reads, at any point, also while a step is on its way. Reads that were given up go on
-writing garbage until they are terminal. Prefixes are fetched from peers, arrive as a whole or in part or not at all, and
-peers pin what is cached here. `check_integrity` and the laws of `tests.scheduler_laws` hold after every
-operation; every request that was let in ends exactly once, in a way that somebody is told of; everything drains.
+writing garbage until they are terminal. Prefixes are fetched from peers, arrive as a whole or in part or not at all,
+and peers pin what is cached here. `check_integrity` and the laws of `tests.scheduler_laws` hold after every operation;
+every request that was let in ends exactly once, in a way that somebody is told of; everything drains.
 
 `tests/property` runs it for seconds, `tests/chaos` for minutes.
 """

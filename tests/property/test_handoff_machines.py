@@ -24,20 +24,27 @@ FAULTS = ("cancel", "revoke", "request_ended", "break", "pull_fails", "holder_cr
 
 
 class World:
-    """One hand-off of `num_blocks` blocks, of which the reader has the first `skip`."""
+    """One hand-off of `num_blocks` blocks, of which the reader has the first `skip`; or a fetch, of as many blocks as
+    the holder has.
+    """
 
-    def __init__(self, rng: random.Random, faults: set[str], holder: type[ls.Lease] = ls.Lease) -> None:
-        self.rng, self.faults, self.holder_class = rng, faults, holder
+    def __init__(
+        self, rng: random.Random, faults: set[str], holder: type[ls.Lease] = ls.Lease, is_fetch: bool = False
+    ) -> None:
+        self.rng, self.faults, self.holder_class, self.is_fetch = rng, faults, holder, is_fetch
         self.num_blocks, self.spare = rng.randint(1, 8), rng.randint(0, 2)
-        self.skip = rng.randint(0, self.num_blocks - 1)
+        self.skip = 0 if is_fetch else rng.randint(0, self.num_blocks - 1)
         self.num_tokens = (self.num_blocks - 1) * BLOCK_SIZE + rng.randint(1, BLOCK_SIZE)
         self.remote = [100 + i for i in range(self.num_blocks)]
         self.local = list(range(self.num_blocks + self.spare))
         self.computed = 0
         self.holder_memory = {block: "empty" for block in self.remote}
         self.reader_memory = {b: (f"kv{i}" if i < self.skip else "empty") for i, b in enumerate(self.local)}
+        if is_fetch:
+            self.computed = self.num_blocks
+            self.holder_memory = {block: f"kv{i}" for i, block in enumerate(self.remote)}
         self.lease: ls.Lease | None = None
-        self.reader = h.Handoff(BLOCK_SIZE)
+        self.reader = h.Handoff(BLOCK_SIZE, is_fetch=is_fetch)
         self.to_holder: deque[object] = deque()
         self.to_reader: deque[object] = deque()
         self.connected = True
@@ -177,6 +184,8 @@ class World:
                 self.lease = self.holder_class(LeaseId("lease-1"), RequestKey(1), Incarnation("inc-1"))
                 self.to_reader.append("opened")
                 self.holder_does(self.lease.computed(self.remote[: self.computed]))
+                if self.is_fetch:
+                    self.holder_does(self.lease.handed_off(ls.whole_blocks(self.num_blocks, BLOCK_SIZE)))
             case h.SendPulled(num_blocks=n):
                 assert self.lease
                 self.holder_does(self.lease.reader_pulled(n))
@@ -233,26 +242,29 @@ def assert_settled(world: World) -> None:
     assert world.lease is None or world.lease.state is ls.LeaseState.ENDED
 
 
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_without_faults_every_hand_off_becomes_active_and_is_released_completed(seed: int) -> None:
-    world = drive(World(random.Random(seed), set()))
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), is_fetch=st.booleans())
+def test_without_faults_every_hand_off_becomes_active_and_is_released_completed(seed: int, is_fetch: bool) -> None:
+    world = drive(World(random.Random(seed), set(), is_fetch=is_fetch))
     assert world.reader.state is h.HandoffState.ACTIVE
     assert world.releases == [True]
     assert_settled(world)
 
 
 @settings(max_examples=600, deadline=None)
-@given(seed=st.integers(0, 2**32), faults=st.sets(st.sampled_from(FAULTS), min_size=1))
-def test_whatever_fails_there_is_one_end_and_no_block_is_lost_or_wrong(seed: int, faults: set[str]) -> None:
-    assert_settled(drive(World(random.Random(seed), faults)))
+@given(seed=st.integers(0, 2**32), faults=st.sets(st.sampled_from(FAULTS), min_size=1), is_fetch=st.booleans())
+def test_whatever_fails_there_is_one_end_and_no_block_is_lost_or_wrong(
+    seed: int, faults: set[str], is_fetch: bool
+) -> None:
+    assert_settled(drive(World(random.Random(seed), faults, is_fetch=is_fetch)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_every_single_step_ends_well(fault: str) -> None:
+@pytest.mark.parametrize("is_fetch", [False, True], ids=["hand-off", "fetch"])
+def test_a_fault_at_every_single_step_ends_well(fault: str, is_fetch: bool) -> None:
     for seed in range(8):
         for at in range(40):
-            world = World(random.Random(seed), set())
+            world = World(random.Random(seed), set(), is_fetch=is_fetch)
             for _ in range(at):
                 if world.events():
                     world.run(world.rng.choice(world.events()))
@@ -260,7 +272,8 @@ def test_a_fault_at_every_single_step_ends_well(fault: str) -> None:
             assert_settled(drive(world))
 
 
-def test_the_checker_catches_a_holder_that_says_held_for_released_blocks() -> None:
+@pytest.mark.parametrize("is_fetch", [False, True], ids=["hand-off", "fetch"])
+def test_the_checker_catches_a_holder_that_says_held_for_released_blocks(is_fetch: bool) -> None:
     """Positive control: without Verify's refusal, some order activates foreign bytes."""
 
     class Careless(ls.Lease):
@@ -273,16 +286,16 @@ def test_the_checker_catches_a_holder_that_says_held_for_released_blocks() -> No
     caught = 0
     for seed in range(200):
         try:
-            drive(World(random.Random(seed), {"request_ended"}, Careless))
+            drive(World(random.Random(seed), {"request_ended"}, Careless, is_fetch))
         except AssertionError:
             caught += 1
     assert caught > 0
 
 
 @settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_duplicates_of_every_message_change_nothing(seed: int) -> None:
-    world = World(random.Random(seed), set())
+@given(seed=st.integers(0, 2**32), is_fetch=st.booleans())
+def test_duplicates_of_every_message_change_nothing(seed: int, is_fetch: bool) -> None:
+    world = World(random.Random(seed), set(), is_fetch=is_fetch)
     deliver = world.deliver_reader
 
     def twice(message: object) -> None:
@@ -299,7 +312,8 @@ def test_duplicates_of_every_message_change_nothing(seed: int) -> None:
 @given(data=st.data())
 def test_a_reader_survives_any_holder(data: st.DataObject) -> None:
     """Nonsense from the other side fails the hand-off; it never raises and never activates without Held."""
-    reader = h.Handoff(BLOCK_SIZE)
+    is_fetch = data.draw(st.booleans())
+    reader = h.Handoff(BLOCK_SIZE, is_fetch=is_fetch)
     reader.reserved([1, 2, 3, 4], data.draw(st.integers(0, 4)))
     activated = False
     in_flight: list[int] = []
@@ -313,12 +327,15 @@ def test_a_reader_survives_any_holder(data: st.DataObject) -> None:
                 actions = reader.announced(first, data.draw(st.lists(st.integers(0, 9), max_size=5)))
             case "record":
                 ids = tuple(data.draw(st.lists(st.integers(0, 9), max_size=2)))
-                actions = reader.handed_off(ls.HandOffRecord(ids, data.draw(st.integers(0, 20))))
+                finished = data.draw(st.booleans())
+                actions = reader.handed_off(ls.HandOffRecord(ids, data.draw(st.integers(0, 20)), finished))
             case "held":
                 verifying = reader.state is h.HandoffState.VERIFYING
                 actions = reader.held()
                 activated = any(isinstance(a, h.Activate) for a in actions)
                 assert verifying or not activated
+                if activated and is_fetch:
+                    assert reader.record == ls.whole_blocks(len(reader._remote), BLOCK_SIZE)
             case "done":
                 actions = reader.pull_done(in_flight.pop()) if in_flight else []
             case "revoked":
