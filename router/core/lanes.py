@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from router.core.step_columns import Floats, Ints
+
 _NEW = 0.1
 
 
@@ -9,17 +13,22 @@ class Lanes:
     """Lanes are the small numbers of `router.core.fleet_table`."""
 
     def __init__(self, default_block_ms: float) -> None:
+        """default_block_ms: of a lane that was never measured."""
         self._default_ms = default_block_ms
-        self._block_ms: dict[int, float] = {}
+        self._known: dict[int, float] = {}
 
-    def block_ms(self, lane: int) -> float:
-        """Milliseconds a block."""
-        return self._block_ms.get(lane, self._default_ms)
+    def block_ms(self, lanes: Ints, num_lanes: int) -> Floats | float:
+        """Milliseconds a block, of each entry of `lanes`; one number when there is one lane."""
+        if num_lanes <= 1:
+            return self._known.get(0, self._default_ms)
+        each = np.full(num_lanes, self._default_ms)
+        for lane, block_ms in self._known.items():
+            each[lane] = block_ms
+        return each[lanes]
 
     def observe(self, lane: int, num_blocks: int, took_ms: float) -> None:
-        """Takes a transfer of at least one block."""
-        if num_blocks <= 0 or took_ms < 0.0:
-            return
-        each = took_ms / num_blocks
-        old = self._block_ms.get(lane, each)
-        self._block_ms[lane] = old + _NEW * (each - old)
+        """Takes a finished transfer; one without blocks tells nothing."""
+        if num_blocks > 0 and took_ms >= 0.0:
+            each = took_ms / num_blocks
+            old = self._known.get(lane, each)
+            self._known[lane] = old + _NEW * (each - old)

@@ -13,103 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.core.cost import Floats, Ints
+from router.core.cost import (
+    DECODING,
+    EVICTION,
+    INTERFERENCE,
+    PRESSURE,
+    TOPOLOGY,
+    TRANSFER,
+    Affinity,
+    Mask,
+    Work,
+    decode_terms,
+    holding,
+    prefill_terms,
+)
+from router.core.decision import KINDS, PlanKind
 from router.core.fleet_table import COLOCATED, DECODE, PREFILL, FleetTable
+from router.core.lanes import Lanes
 from router.core.placement import Mode, WorkerKey
-
-Mask = NDArray[np.bool_]
-
-
-class PlanKind(StrEnum):
-    PAIR = "pair"
-    FETCH_PAIR = "fetch_pair"
-    WHOLE = "whole"
-    FETCH_WHOLE = "fetch_whole"
-    HOLDER_WHOLE = "holder_whole"
-    DECODE = "decode"
-
-
-KINDS = tuple(PlanKind)
-
-
-@dataclass(frozen=True, slots=True)
-class RouteAsk:
-    """A request to place. `num_tokens`: prompt and output so far; `keys`: of its full blocks, in order."""
-
-    request_id: str
-    num_tokens: int
-    keys: tuple[int, ...] = ()
-    max_tokens: int = 1
-    """Output tokens that may still come."""
-    expected_output_tokens: int = 1
-    mode: Mode = Mode.AUTO
-    excluded: Collection[WorkerKey] = ()
-    avoided: Collection[WorkerKey] = ()
-    """Taken only when nobody else can."""
-    tenant: str = ""
-    session: str = ""
-    adapter: str = ""
-    time_left_s: float | None = None
-    no_cache: bool = False
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of KV that it may need in the end."""
-        return self.num_tokens + self.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Blocks 0 to `num_blocks` of the prompt are read from `source` before the prefill."""
-
-    source: WorkerKey
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Columns over candidates, [n]; `terms`: [terms, n] weighted milliseconds."""
-
-    roster: tuple[WorkerKey | None, ...]
-    """Who had each slot then; slots are reused."""
-    kinds: Ints
-    """Places in `KINDS`."""
-    slots: Ints
-    cached_blocks: Ints
-    fetched_blocks: Ints
-    terms: Floats
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What was chosen, and enough to say why."""
-
-    kind: PlanKind
-    worker: WorkerKey
-    whole: bool
-    fetch: Fetch | None
-    reason: str
-    cost_ms: float
-    terms: tuple[float, ...]
-    """In the order of `router.core.cost.TERMS`."""
-    cached_blocks: int
-    """Not computed there, fetched ones included."""
-    predicted_ttft_ms: float
-    prefill_ms: float
-    """Prefill work that it adds there."""
-    diverged_at_block: int
-    """The first block of the prompt that no usable worker holds."""
-    candidates: Candidates
-    chosen: int
-    """Its place among the candidates."""
+from router.core.settings import RoutingSettings
+from router.core.step_columns import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +50,35 @@ class Eligible:
     decode: Mask
     reason: str
 
+    def only(self, slot: int) -> Eligible:
+        """The same with one worker to prefill at."""
+        one = np.zeros_like(self.prefill)
+        one[slot] = True
+        return Eligible(self.prefill & one, self.whole & one, np.zeros_like(one), self.decode, self.reason)
+
+    def kinds(self) -> NDArray[np.int8]:
+        """[n] places in `KINDS` of the plan without a fetch that starts at each; with a fetch it is the next place."""
+        pair, whole, holder = (KINDS.index(kind) for kind in (PlanKind.PAIR, PlanKind.WHOLE, PlanKind.HOLDER_WHOLE))
+        return np.where(self.prefill, pair, np.where(self.whole, whole, holder)).astype(np.int8)
+
 
 def ready_mask(
-    table: FleetTable, most_tokens: int, excluded: Collection[WorkerKey], avoided: Collection[WorkerKey]
+    table: FleetTable,
+    most_tokens: int,
+    excluded: Collection[WorkerKey],
+    avoided: Collection[WorkerKey],
+    willing: bool = True,
 ) -> Mask:
-    """[num_slots] workers that can take it. Closed and avoided ones only when there is nobody else."""
+    """[num_slots] workers that can take it; `willing`: only those that are not closed."""
     count = table.num_slots
-    ready = table.live[:count] & (table.capacity_tokens[:count] >= most_tokens)
-    _remove(ready, table, excluded)
-    willing = ready & ~table.closed[:count]
-    _remove(willing, table, avoided)
-    return willing if willing.any() else ready
+    ready: Mask = table.live[:count] & (table.capacity_tokens[:count] >= most_tokens)
+    if willing:
+        ready &= ~table.closed[:count]
+    for key in (*excluded, *avoided):
+        slot = table.slot(key)
+        if slot is not None:
+            ready[slot] = False
+    return ready
 
 
 def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
@@ -159,7 +104,7 @@ def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
     return None
 
 
-def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Ints:
+def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Mask:
     """Slots that may adopt from `source`: on its lane, decode workers first, never itself."""
     count = table.num_slots
     pool = ready.copy()
@@ -167,11 +112,111 @@ def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Ints:
         pool &= table.lane[:count] == table.lane[source]
         pool[source] = False
     decode = pool & (table.role[:count] == DECODE)
-    return np.flatnonzero(decode if decode.any() else pool & (table.role[:count] == COLOCATED))
+    return decode if decode.any() else pool & (table.role[:count] == COLOCATED)
 
 
-def _remove(mask: Mask, table: FleetTable, workers: Collection[WorkerKey]) -> None:
-    for key in workers:
-        slot = table.slot(key)
-        if slot is not None:
-            mask[slot] = False
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """All candidates of a request, [k, n] over slots: row 0 computes what a worker lacks, row 1 fetches first."""
+
+    terms: Floats
+    """[NUM_TERMS, k, n] weighted milliseconds."""
+    usable: Mask
+    depths: Ints
+    """[n] blocks that each worker holds."""
+    fetched: Ints | None
+    """[n] blocks that row 1 fetches."""
+
+
+def plan_all(
+    table: FleetTable,
+    lanes: Lanes,
+    part: Eligible,
+    depths: Ints,
+    work: Work,
+    settings: RoutingSettings,
+    affinity: Affinity,
+    may_fetch: bool,
+) -> Plans:
+    """depths: [n] over the slots ever used."""
+    n = len(depths)
+    starts = part.prefill | part.whole
+    usable, fetched, fetch_ms = (starts | (part.holder & (depths > 0)))[None], None, None
+    block_ms = lanes.block_ms(table.lane[:n], table.num_lanes)
+    if may_fetch and work.best_depth >= settings.least_fetch_blocks:
+        more = _best_on_lane(table, depths) - depths
+        has_more = starts & (more >= settings.least_fetch_blocks)
+        if has_more.any():
+            fetched = more
+            usable = np.concatenate([usable, has_more[None]])
+            # It is read while the worker is busy with what is ahead.
+            fetch_ms = np.maximum(settings.fetch_overhead_ms + more * block_ms - table.queue_ms[:n], 0.0)
+    held = holding(table, depths, work, settings)
+    terms = prefill_terms(table, depths, fetched, fetch_ms, held, work, settings, affinity)
+    decoding = decode_terms(table, depths, held, work, settings, 0.0)
+    whole = part.whole | part.holder
+    if whole.any():
+        for term in (DECODING, INTERFERENCE, PRESSURE):
+            terms[term] += decoding[term] * whole
+        terms[EVICTION] = np.where(whole, decoding[EVICTION], terms[EVICTION])
+    if part.prefill.any():
+        near, far = _decode_prices(table, part, decoding.sum(axis=0))
+        terms[DECODING] += np.where(part.prefill, far, 0.0)
+        terms[TOPOLOGY] += np.where(part.prefill, np.minimum(near - far, settings.topology_ms), 0.0)
+        size = np.maximum(table.block_size[:n], 1)
+        left = np.clip(work.num_tokens - depths * size, 1, settings.chunk_tokens)
+        terms[TRANSFER] += part.prefill * (-(-left // size) * block_ms)
+    return Plans(terms, usable, depths, fetched)
+
+
+def holder_of(table: FleetTable, depths: Ints, slot: int) -> int:
+    """The least busy of the workers on that slot's lane that hold most."""
+    n = len(depths)
+    able = np.flatnonzero(table.live[:n] & (table.lane[:n] == table.lane[slot]))
+    deepest = able[depths[able] == depths[able].max()]
+    return int(deepest[table.queue_ms[deepest].argmin()])
+
+
+def decode_all(
+    table: FleetTable,
+    lanes: Lanes,
+    depths: Ints,
+    work: Work,
+    settings: RoutingSettings,
+    source: int | None,
+) -> Floats:
+    """[NUM_TERMS, n] of adopting the request at each slot from a prefill at `source`."""
+    n = len(depths)
+    size = np.maximum(table.block_size[:n], 1)
+    last = -(-min(work.num_tokens, settings.chunk_tokens) // size)
+    lacks = np.minimum(np.maximum(-(-work.num_tokens // size) - depths, 1), last)
+    transfer = lacks * lanes.block_ms(table.lane[:n], table.num_lanes)
+    held = holding(table, depths, work, settings)
+    terms = decode_terms(table, depths, held, work, settings, transfer)
+    if source is not None:
+        terms[TOPOLOGY] = settings.topology_ms * (table.node[:n] != table.node[source])
+    return terms
+
+
+def _best_on_lane(table: FleetTable, depths: Ints) -> Ints:
+    """[n] the most blocks that a live worker on each one's lane holds."""
+    n = len(depths)
+    alive = depths * table.live[:n]
+    if table.num_lanes == 1:
+        return np.full(n, alive.max(initial=0))
+    best = np.zeros(table.num_lanes, np.int64)
+    np.maximum.at(best, table.lane[:n], alive)
+    return best[table.lane[:n]]
+
+
+def _decode_prices(table: FleetTable, part: Eligible, prices: Floats) -> tuple[Floats, Floats]:
+    """([n] of the cheapest decode worker at the same place, [n] on the same lane). What a pair costs at its decode
+    worker does not depend on who prefills, so pairs need no product of the two pools.
+    """
+    n = len(prices)
+    pool = np.flatnonzero(part.decode)
+    lane, place = np.full(table.num_lanes, np.inf), np.full(table.num_places, np.inf)
+    np.minimum.at(lane, table.lane[pool], prices[pool])
+    np.minimum.at(place, table.place[pool], prices[pool])
+    far = lane[table.lane[:n]]
+    return place[table.place[:n]], far

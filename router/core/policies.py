@@ -16,8 +16,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from router.core.cost import Floats, Ints
 from router.core.fleet_table import FleetTable
+from router.core.step_columns import Floats, Ints
 
 DECODE_ROW_TOKENS = 16
 """A running decode weighs as much as this many waiting prompt tokens."""
@@ -36,8 +36,7 @@ class Policy(StrEnum):
 
 def queued_tokens(table: FleetTable, slots: Ints) -> Ints:
     """[n] work ahead of a new request."""
-    rows = table.rows[slots] + table.booked_requests[slots]
-    return np.asarray(table.waiting_tokens[slots] + table.booked_tokens[slots] + DECODE_ROW_TOKENS * rows)
+    return np.asarray(table.waiting_tokens[slots] + DECODE_ROW_TOKENS * table.requests[slots])
 
 
 def choose_by(policy: Policy, load: Ints, depths: Ints, turn: int, chance: Chance) -> int:

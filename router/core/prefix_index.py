@@ -10,6 +10,7 @@ a prefix is, never a wrong block. Does not: know time of its own, ask for snapsh
 | nothing is claimed of a position that was not told | a change that does not continue the known one is a gap |
 | what is refused at the cap is asked for again | `behind` is true of such a worker as soon as there is room |
 | a mask without bits is not kept | `_unset` |
+| a bit is set exactly while its worker told of the block or a ticket expects it | `_take`, `_drop`, `withdraw` |
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from numpy.typing import NDArray
 from headrace.core.records import CacheChange
 
 DEFAULT_MAX_ENTRIES = 4_000_000
+_MOST_ROWS = 1024
+_FEW = 6
+"""Workers that are faster set one by one."""
 ROOM_SHARE = 0.9
 """A worker that was refused entries is asked for a snapshot when no more than this share of the cap is in use."""
 
@@ -37,7 +41,7 @@ class _Slot:
     was_refused: bool = False
     keys: set[int] = field(default_factory=set)
     expected: dict[int, int] = field(default_factory=dict)
-    """Key -> the latest expectation that names it."""
+    """Key -> how many tickets name it."""
 
 
 class PrefixIndex:
@@ -106,30 +110,35 @@ class PrefixIndex:
     # ---- what this gateway expects
 
     def expect(self, slot: int, keys: Sequence[int], until: float) -> int:
-        """A request that was just sent there will make these blocks: claims them until the worker tells of them, the
-        ticket returned is withdrawn, or `until` has passed.
+        """A request that was just sent there will make these blocks: claims them until the worker tells that they are
+        gone, the ticket returned is withdrawn, or `until` has passed.
         """
         known = self._slot(slot)
-        fresh = tuple(key for key in keys if key not in known.keys)
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        bit, masks = 1 << slot, self._masks
+        have, expected, bit, masks = known.keys, known.expected, 1 << slot, self._masks
+        fresh = tuple(key for key in keys if key not in have)
         for key in fresh:
             masks[key] = masks.get(key, 0) | bit
-            known.expected[key] = ticket
+            expected[key] = expected.get(key, 0) + 1
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         self._tickets[ticket] = (slot, fresh)
         heappush(self._due, (until, ticket))
         return ticket
 
     def withdraw(self, ticket: int) -> None:
-        """The request did not get there, or has ended. What a later ticket expects stays."""
+        """The request did not get there, or its blocks were told of by now. Idempotent."""
         slot, keys = self._tickets.pop(ticket, (-1, ()))
         known = self._slots.get(slot)
         if known is None:
             return
-        gone = [key for key in keys if known.expected.get(key) == ticket]
-        for key in gone:
-            del known.expected[key]
-        self._unset(slot, gone)
+        expected, gone = known.expected, []
+        for key in keys:
+            count = expected.get(key, 0)
+            if count > 1:
+                expected[key] = count - 1
+            elif count:
+                del expected[key]
+                gone.append(key)
+        self._unset(slot, [key for key in gone if key not in known.keys])
 
     def expire(self, now: float) -> None:
         """Withdraws what was expected by now."""
@@ -138,24 +147,51 @@ class PrefixIndex:
 
     # ---- what is asked
 
+    def runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """Where workers' leading runs of `keys` end: (mask of those that go on until there, blocks), shortest first.
+
+        Workers drop a chain's tail before its head, so one that has a block has all before it, and each end is
+        found by doubling steps and halving, in a few looks however long the prompt is.
+        """
+        get, count = self._masks.get, len(keys)
+        ends: list[tuple[int, int]] = []
+        mask, at = get(keys[0], 0) if count else 0, 0
+        while mask:
+            # All of `mask` have block `at`; `after` is the first that is known to lack one of them.
+            after, have, step = count, 0, 1
+            while at + step < after:
+                have = get(keys[at + step], 0) & mask
+                if have != mask:
+                    after = at + step
+                    break
+                at += step
+                step += step
+            while after - at > 1:
+                middle = (at + after) // 2
+                there = get(keys[middle], 0) & mask
+                if there == mask:
+                    at = middle
+                else:
+                    after, have = middle, there
+            ends.append((mask, at + 1))
+            if after == count:
+                break
+            mask, at = have, after
+        return ends
+
     def lookup(self, keys: Sequence[int], num_slots: int) -> NDArray[np.int64]:
         """[num_slots] blocks of the leading run of `keys` that each worker has."""
         depths = np.zeros(max(num_slots, self._width), np.int64)
-        get = self._masks.get
-        mask, since, at = -1, 0, 0
-        for at, key in enumerate(keys):
-            have = get(key, 0)
-            if mask & have != mask:
-                if at > since:
-                    depths += (at - since) * self._row(mask)
-                    since = at
-                mask = mask & have if mask >= 0 else have
-                if not mask:
-                    break
-        else:
-            at = len(keys)
-        if mask > 0:
-            depths += (at - since) * self._row(mask)
+        ends = self.runs(keys)
+        for at, (mask, end) in enumerate(ends):
+            ending = mask & ~ends[at + 1][0] if at + 1 < len(ends) else mask
+            if ending.bit_count() > _FEW:
+                depths += self._row(ending) * end
+                continue
+            while ending:
+                slot = ending.bit_length() - 1
+                depths[slot] = end
+                ending ^= 1 << slot
         return depths[:num_slots]
 
     def holders(self, key: int) -> list[int]:
@@ -182,7 +218,7 @@ class PrefixIndex:
     def _row(self, mask: int) -> NDArray[np.int64]:
         row = self._rows.get(mask)
         if row is None:
-            if len(self._rows) > 4096:
+            if len(self._rows) >= _MOST_ROWS:
                 self._rows.clear()
             packed = np.frombuffer(mask.to_bytes(self._width // 8, "little"), np.uint8)
             row = self._rows[mask] = np.unpackbits(packed, bitorder="little").astype(np.int64)
@@ -196,11 +232,12 @@ class PrefixIndex:
         self._take(slot, known, snapshot.stored)
 
     def _take(self, slot: int, known: _Slot, keys: Iterable[int]) -> None:
-        bit, masks, have, expected = 1 << slot, self._masks, known.keys, known.expected
+        bit, masks, have = 1 << slot, self._masks, known.keys
         for key in keys:
             if key in have:
                 continue
-            if self.entries >= self._max_entries:
+            if known.was_refused or self.entries >= self._max_entries:
+                # After the first one all are refused: what is kept of a chain is its head.
                 known.was_refused = True
                 self.refused_entries += 1
                 continue
@@ -208,11 +245,12 @@ class PrefixIndex:
             masks[key] = bit if mask is None else mask | bit
             have.add(key)
             self.entries += 1
-            expected.pop(key, None)
 
     def _drop(self, slot: int, known: _Slot, keys: Iterable[int]) -> None:
         gone = [key for key in keys if key in known.keys]
         known.keys.difference_update(gone)
+        for key in gone:
+            known.expected.pop(key, None)
         self.entries -= len(gone)
         self._unset(slot, gone)
 
