@@ -38,6 +38,8 @@ from router.core.placement import Mode, WorkerKey
 from router.core.settings import RoutingSettings
 from router.core.step_columns import Floats, Ints
 
+_PAIR, _WHOLE, _HOLDER_WHOLE = (KINDS.index(k) for k in (PlanKind.PAIR, PlanKind.WHOLE, PlanKind.HOLDER_WHOLE))
+
 
 @dataclass(frozen=True, slots=True)
 class Eligible:
@@ -58,8 +60,7 @@ class Eligible:
 
     def kinds(self) -> NDArray[np.int8]:
         """[n] places in `KINDS` of the plan without a fetch that starts at each; with a fetch it is the next place."""
-        pair, whole, holder = (KINDS.index(kind) for kind in (PlanKind.PAIR, PlanKind.WHOLE, PlanKind.HOLDER_WHOLE))
-        return np.where(self.prefill, pair, np.where(self.whole, whole, holder)).astype(np.int8)
+        return np.where(self.prefill, _PAIR, np.where(self.whole, _WHOLE, _HOLDER_WHOLE)).astype(np.int8)
 
 
 def ready_mask(
@@ -89,7 +90,7 @@ def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
     decode, colocated = ready & (role == DECODE), ready & (role == COLOCATED)
     prefill = ready & (role == PREFILL)
     if decode.any():
-        prefill &= np.isin(lane, np.unique(lane[decode]))
+        prefill &= np.bincount(lane[decode], minlength=table.num_lanes)[lane] > 0
     if mode is Mode.DISAGGREGATED:
         source = prefill if prefill.any() else colocated
         target = decode if decode.any() else colocated
@@ -111,8 +112,9 @@ def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Mask:
     if source is not None:
         pool &= table.lane[:count] == table.lane[source]
         pool[source] = False
-    decode = pool & (table.role[:count] == DECODE)
-    return decode if decode.any() else pool & (table.role[:count] == COLOCATED)
+    decode: Mask = pool & (table.role[:count] == DECODE)
+    colocated: Mask = pool & (table.role[:count] == COLOCATED)
+    return decode if decode.any() else colocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def plan_all(
         terms[DECODING] += np.where(part.prefill, far, 0.0)
         terms[TOPOLOGY] += np.where(part.prefill, np.minimum(near - far, settings.topology_ms), 0.0)
         size = np.maximum(table.block_size[:n], 1)
-        left = np.clip(work.num_tokens - depths * size, 1, settings.chunk_tokens)
+        left = np.minimum(np.maximum(work.num_tokens - depths * size, 1), settings.chunk_tokens)
         terms[TRANSFER] += part.prefill * (-(-left // size) * block_ms)
     return Plans(terms, usable, depths, fetched)
 

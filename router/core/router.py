@@ -31,6 +31,7 @@ from router.core.prefix_index import PrefixIndex
 from router.core.settings import RoutingSettings
 from router.core.step_columns import Floats, Ints
 
+_DECODE = KINDS.index(PlanKind.DECODE)
 _NEW = 0.1
 """Weight of the newest prediction error."""
 _MOST_SESSIONS = 100_000
@@ -342,10 +343,7 @@ class Router:
             at = at[np.argpartition(costs[at], most)[:most]]
         rows, slots = np.divmod(at, n)
         fetched = rows * plans.fetched[slots] if plans.fetched is not None else np.zeros_like(rows)
-        if part is None:
-            kinds = np.full(len(at), KINDS.index(PlanKind.DECODE), np.int8)
-        else:
-            kinds = part.kinds()[slots] + rows.astype(np.int8)
+        kinds = np.full(len(at), _DECODE, np.int8) if part is None else part.kinds()[slots] + rows.astype(np.int8)
         return Candidates(
             self.table.roster,
             kinds,

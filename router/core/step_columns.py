@@ -60,17 +60,20 @@ class StepColumns:
         """Realised over predicted time, of those that tell no costs."""
         self._dirty: set[int] = set()
         self._is_average_old = False
-        self._at_knot = np.zeros((0, _NUM_KNOTS))
+        # A step of `rows` rows takes at_zero + slope * rows, of the piece that those rows are in.
+        self._at_zero = np.zeros((0, _NUM_KNOTS))
         self._slope = np.zeros((0, _NUM_KNOTS))
         for name in _OWN:
             setattr(self, name, np.zeros(0))
+        self._row_starts = np.zeros(0, np.int64)
 
     def grow(self, size: int) -> None:
-        for name in (*_OWN, "has_own", "_rows", "_context", "_costs", "_at_knot", "_slope"):
+        for name in (*_OWN, "has_own", "_rows", "_context", "_costs", "_at_zero", "_slope"):
             old = getattr(self, name)
             new = np.zeros((size, *old.shape[1:]), old.dtype)
             new[: len(old)] = old
             setattr(self, name, new)
+        self._row_starts = np.arange(size) * _NUM_KNOTS
 
     def tell(self, slot: int, costs_s: Sequence[float], rows: int, context: int) -> None:
         """A worker's costs, seconds of each feature (empty: not told), and its decodes."""
@@ -121,9 +124,8 @@ class StepColumns:
         count = tokens.shape[-1]
         full, rest = np.divmod(tokens, self._chunk)
         rows = rest + self._rows[:count]
-        at = _AT[np.minimum(rows, KNOTS[-1])]
-        slots = np.arange(count)
-        last = self._at_knot[slots, at] + self._slope[slots, at] * (rows - _KNOTS[at])
+        at = _AT.take(np.minimum(rows, KNOTS[-1])) + self._row_starts[:count]
+        last = self._at_zero.take(at) + self._slope.take(at) * rows
         has_rest = rest > 0
         steps = full + has_rest
         total = full * self.chunk_ms[:count] + has_rest * last + steps * self.beside_ms[:count]
@@ -138,9 +140,10 @@ class StepColumns:
         """costs_ms: [features] or [n, features]."""
         self._costs[slots] = costs_ms
         pieces = self._costs[slots, 1 : _NUM_KNOTS + 1]
-        self._at_knot[slots, 0] = self._costs[slots, 0]
-        self._at_knot[slots, 1:] = self._costs[slots, :1] + np.cumsum(pieces[:, :-1], axis=1)
-        self._slope[slots] = pieces / _WIDTHS
+        slopes = pieces / _WIDTHS
+        ends = self._costs[slots, :1] + np.cumsum(pieces, axis=1)
+        self._slope[slots] = slopes
+        self._at_zero[slots] = ends - slopes * (_KNOTS + _WIDTHS)
 
     def _derive(self, slots: Ints) -> None:
         rows, context = self._rows[slots], self._context[slots]
@@ -158,4 +161,4 @@ class StepColumns:
 
     def _rows_ms(self, slots: Ints, rows: Ints) -> Floats:
         at = _AT[np.minimum(rows, KNOTS[-1])]
-        return np.asarray(self._at_knot[slots, at] + self._slope[slots, at] * (rows - _KNOTS[at]))
+        return np.asarray(self._at_zero[slots, at] + self._slope[slots, at] * rows)
