@@ -56,8 +56,8 @@ class StepColumns:
         self._context = np.zeros(0, np.int64)
         self._costs = np.zeros((0, NUM_FEATURES))
         self._told: dict[int, tuple[float, ...]] = {}
-        self._pace: dict[int, float] = {}
-        """Realised over predicted time, of those that tell no costs."""
+        self._pace: dict[int, float | None] = {}
+        """Realised over predicted time, of those that tell no costs; None: nothing of it was seen yet."""
         self._dirty: set[int] = set()
         self._is_average_old = False
         # A step of `rows` rows takes at_zero + slope * rows, of the piece that those rows are in.
@@ -84,7 +84,7 @@ class StepColumns:
                 self._lay_out(np.array([slot]), np.array(costs) * 1e3)
                 self._pace.pop(slot, None)
             else:
-                self._pace[slot] = self._usual_pace()
+                self._pace[slot] = None
             self._told[slot] = costs
             self.has_own[slot] = bool(costs)
             self._is_average_old = True
@@ -99,8 +99,8 @@ class StepColumns:
 
     def observe(self, slot: int, ratio: float) -> None:
         """A request there took `ratio` times as long as predicted. Passed over where costs are told."""
-        pace = self._pace.get(slot)
-        if pace is not None and 0.0 < ratio < _PACE_LIMIT:
+        if slot in self._pace and 0.0 < ratio < _PACE_LIMIT:
+            pace = self._pace[slot] or self._usual_pace()
             self._pace[slot] = min(max(pace * ratio**_PACE_NEW, 1.0 / _PACE_LIMIT), _PACE_LIMIT)
             self._is_average_old = True
 
@@ -110,8 +110,9 @@ class StepColumns:
             self._is_average_old = False
             if self._pace:
                 costs = self._costs[self.has_own].mean(axis=0) if self.has_own.any() else np.array(GENERIC_S) * 1e3
-                slots = np.array(list(self._pace))
-                self._lay_out(slots, np.outer(list(self._pace.values()), costs))
+                usual = self._usual_pace()
+                paces = [pace or usual for pace in self._pace.values()]
+                self._lay_out(np.array(list(self._pace)), np.outer(paces, costs))
                 self._dirty.update(self._pace)
         if self._dirty:
             self._derive(np.array(list(self._dirty)))
@@ -133,7 +134,7 @@ class StepColumns:
         return total, steps * self.step_ms[:count]
 
     def _usual_pace(self) -> float:
-        paces = list(self._pace.values())
+        paces = [pace for pace in self._pace.values() if pace]
         return float(np.exp(np.mean(np.log(paces)))) if paces else 1.0
 
     def _lay_out(self, slots: Ints, costs_ms: Floats) -> None:
