@@ -96,7 +96,9 @@ def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
         target = decode if decode.any() else colocated
         if not source.any() or not target.any() or (source.sum() == 1 and (source == target).all()):
             return None
-        return Eligible(source, nobody, nobody, target, "mode")
+        on_lane = np.bincount(lane[target], minlength=table.num_lanes)[lane]
+        paired = source & (on_lane > target)
+        return Eligible(paired if paired.any() else source, nobody, nobody, target, "mode")
     if mode is Mode.AUTO and prefill.any() and decode.any():
         return Eligible(prefill, colocated, decode, decode, "pools")
     for pool, name in ((colocated, "colocated"), (decode, "pool_down"), (prefill, "pool_down")):
@@ -220,5 +222,6 @@ def _decode_prices(table: FleetTable, part: Eligible, prices: Floats) -> tuple[F
     lane, place = np.full(table.num_lanes, np.inf), np.full(table.num_places, np.inf)
     np.minimum.at(lane, table.lane[pool], prices[pool])
     np.minimum.at(place, table.place[pool], prices[pool])
-    far = lane[table.lane[:n]]
-    return place[table.place[:n]], far
+    # A source without a partner is taken only when nobody has one; then it costs all the same.
+    lane[np.isinf(lane)] = 0.0
+    return place[table.place[:n]], lane[table.lane[:n]]
