@@ -13,6 +13,8 @@ python -m bench longprompt [--mix]      what a long prompt does to those who dec
 python -m bench prefix [--address HOST:PORT] [--api-key KEY --api-key OTHERS_KEY]
                                         what a shared prefix saves on a running deployment: reuse, fetch, tenants
 python -m bench schedule host           what one iteration of it costs this machine, in real time
+python -m bench routing                 what the router costs: prefix look-ups on a trace (beside Dynamo's radix tree
+                                        where that is installed), decisions, cache events, memory
 """
 
 from __future__ import annotations
@@ -72,13 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     long.add_argument("--mix", action="store_true", help="random arrivals instead of one prompt")
     long.add_argument("--seconds", type=float, default=60.0, help="mix: length of a trial")
     long.add_argument("--rate", type=float, default=0.3, help="mix: arrivals a second")
-    shared = commands.add_parser("prefix")
-    shared.add_argument("--address", default="127.0.0.1:50051")
-    shared.add_argument("--api-key", action="append", default=[], help="of a tenant; a second one measures isolation")
-    shared.add_argument("--prefix", type=int, default=2000, help="tokens")
-    shared.add_argument("--busy", type=int, default=4000, help="tokens of the prompt that keeps the holder busy")
-    shared.add_argument("--rounds", type=int, default=5)
-    shared.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
+    route = commands.add_parser("routing")
+    route.add_argument("--trace", default="../shared/traces/mooncake_conversation.jsonl.gz", help="Mooncake's format")
+    route.add_argument("--workers", type=int, default=64, help="that the trace's requests are spread over")
+    route.add_argument("--rounds", type=int, default=500, help="decisions")
+    route.add_argument("--seed", type=int, default=1)
     return parser
 
 
@@ -108,10 +108,10 @@ def main() -> None:
 
         servers = dict(server.split("=", 1) for server in args.server)
         compare.run(servers, args.concurrency, args.input, args.output, args.rounds, args.vocab, args.seed)
-    elif args.name == "prefix":
-        from bench import prefix
+    elif args.name == "routing":
+        from bench import routing
 
-        prefix.run(args.address, args.api_key, args.prefix, args.busy, args.rounds, args.seed)
+        routing.run(args.trace, args.workers, args.rounds, args.seed)
     elif args.name == "schedule":
         from bench.simulate import host, scenarios
 

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from headrace.core.records import CacheChange
 
 DEFAULT_MAX_ENTRIES = 4_000_000
+_BYTES_PER_BLOCK = 100
+_BYTES_PER_ENTRY = 50
 _MOST_ROWS = 1024
 _FEW = 6
 """Workers that are faster set one by one."""
@@ -66,6 +68,11 @@ class PrefixIndex:
     def num_blocks(self) -> int:
         """Distinct blocks, expected ones included."""
         return len(self._masks)
+
+    @property
+    def memory_bytes(self) -> int:
+        """An estimate: the table of masks, a key, mostly a shared mask, and an entry in a worker's set."""
+        return _BYTES_PER_BLOCK * len(self._masks) + _BYTES_PER_ENTRY * self.entries
 
     # ---- what the workers tell
 
