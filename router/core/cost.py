@@ -74,27 +74,27 @@ class Holding:
 
 def holding(table: FleetTable, depths: Ints, work: Work, settings: RoutingSettings) -> Holding:
     """depths: [n] blocks of the prompt that each of the first n slots has."""
-    n, steps = len(depths), table.steps
-    size, evictable, price = table.block_size[:n], table.evictable_blocks[:n], table.eviction_ms[:n]
-    unused, output = np.maximum(table.unused_blocks[:n], 0), table.output_left[:n]
-    available = table.unused_blocks[:n] + evictable
-    safe = np.maximum(size, 1)
-    need = -(-work.num_tokens // safe) - depths
-    end = need + work.output_tokens // safe
-    short = np.maximum(need - available, 0) * size
-    if short.any():
+    n, steps, size = len(depths), table.steps, table.block_sizes
+    evictable, unused, available = table.evictable_blocks[:n], table.unused_blocks[:n], table.available_blocks[:n]
+    need = -(-work.num_tokens // size) - depths
+    end = need + work.output_tokens // size
+    wait_ms = np.maximum(need - available, 0) * (1.0 * size)
+    if wait_ms.any():
         # Room comes back as decodes end; at a worker that only prefills, as the prefills ahead are handed on.
         rows = np.maximum(table.rows[:n], 1)
-        ends = output / rows * steps.step_ms[:n] / np.maximum(table.context[:n], 1)
-        short = short * np.where(table.rows[:n] > 0, ends, steps.token_ms[:n])
-    final = end + output // safe
-    risk = np.maximum(final - available, 0) / np.maximum(final, 1)
-    again = steps.token_ms[:n] * work.num_tokens + steps.pair_ms[:n] * (0.5 * work.num_tokens**2)
+        ends = table.output_left[:n] / rows * steps.step_ms[:n] / np.maximum(table.context[:n], 1)
+        wait_ms *= np.where(table.rows[:n] > 0, ends, steps.token_ms[:n])
+    final = end + table.growth_blocks[:n]
+    pressure_ms = np.maximum(final - available, 0) / np.maximum(final, 1)
+    if pressure_ms.any():
+        again = steps.token_ms[:n] * work.num_tokens + steps.pair_ms[:n] * (0.5 * work.num_tokens**2)
+        pressure_ms *= settings.pressure_weight * again
+    price = settings.eviction_weight * table.eviction_ms[:n]
     return Holding(
-        wait_ms=short.astype(np.float64),
-        pressure_ms=settings.pressure_weight * risk * again,
-        eviction_ms=settings.eviction_weight * price * np.minimum(np.maximum(need - unused, 0), evictable),
-        whole_eviction_ms=settings.eviction_weight * price * np.minimum(np.maximum(end - unused, 0), evictable),
+        wait_ms=wait_ms,
+        pressure_ms=pressure_ms,
+        eviction_ms=price * np.minimum(np.maximum(need - unused, 0), evictable),
+        whole_eviction_ms=price * np.minimum(np.maximum(end - unused, 0), evictable),
     )
 
 
@@ -136,7 +136,7 @@ def prefill_terms(
     """
     n, steps = len(depths), table.steps
     cached = depths[None] if fetched is None else np.stack([depths, depths + fetched])
-    start = np.minimum(cached * table.block_size[:n], work.num_tokens - 1)
+    start = np.minimum(cached * table.block_sizes, work.num_tokens - 1)
     compute, alone = steps.prefill_ms(work.num_tokens - start, start)
     terms = np.zeros((NUM_TERMS, *compute.shape))
     terms[QUEUE] = settings.queue_weight * table.queue_ms[:n]

@@ -22,7 +22,8 @@ PREFILL, DECODE, COLOCATED = range(3)
 ROLE_CODES = {Role.PREFILL: PREFILL, Role.DECODE: DECODE, Role.COLOCATED: COLOCATED}
 _INT = (
     *("role", "lane", "node", "place", "generation", "capacity_tokens", "block_size"),
-    *("waiting_tokens", "requests", "output_left", "evictable_blocks", "unused_blocks", "rows", "context"),
+    *("waiting_tokens", "requests", "output_left", "rows", "context"),
+    *("evictable_blocks", "unused_blocks", "available_blocks", "growth_blocks"),
 )
 _FLOAT = ("queue_ms", "eviction_ms", "restore_ms")
 _BOOL = ("live", "closed")
@@ -83,7 +84,11 @@ class FleetTable:
     output_left: NDArray[np.int64]
     evictable_blocks: NDArray[np.int64]
     unused_blocks: NDArray[np.int64]
-    """Free ones; below zero when more is booked than is free."""
+    """Free ones that nothing is booked for."""
+    available_blocks: NDArray[np.int64]
+    """Free and evictable ones, less those booked; below zero when more is booked than there is."""
+    growth_blocks: NDArray[np.int64]
+    """That the decodes there are expected to take still."""
     rows: NDArray[np.int64]
     """Decode rows."""
     context: NDArray[np.int64]
@@ -98,6 +103,10 @@ class FleetTable:
     def __init__(self, chunk_tokens: int) -> None:
         """chunk_tokens: prompt tokens that a worker is taken to compute in a step."""
         self.num_slots = 0
+        self.by_role: dict[int, NDArray[np.bool_]] = {}
+        """[num_slots] live workers of each role."""
+        self.one_block_size: int | None = None
+        """That of all live workers, when it is one."""
         self.steps = StepColumns(chunk_tokens)
         self._workers: dict[WorkerKey, _Worker] = {}
         self._at: list[_Worker | None] = []
@@ -109,6 +118,7 @@ class FleetTable:
         for name in (*_INT, *_FLOAT, *_BOOL):
             kind = np.int64 if name in _INT else np.float64 if name in _FLOAT else np.bool_
             setattr(self, name, np.zeros(0, kind))
+        self._sort_out()
 
     # ---- who is there
 
@@ -138,6 +148,7 @@ class FleetTable:
         place = (int(self.lane[slot]), int(self.node[slot]))
         self.place[slot] = self._places.setdefault(place, len(self._places))
         self._tell(worker)
+        self._sort_out()
         return slot
 
     def down(self, key: WorkerKey) -> int | None:
@@ -152,6 +163,7 @@ class FleetTable:
                 getattr(self, name)[slot] = 0
         self.steps.forget(slot)
         self._free.append(slot)
+        self._sort_out()
         return slot
 
     def slot(self, key: WorkerKey) -> int | None:
@@ -179,6 +191,11 @@ class FleetTable:
         if self._roster is None:
             self._roster = tuple(worker.key if worker else None for worker in self._at)
         return self._roster
+
+    @property
+    def block_sizes(self) -> NDArray[np.int64] | int:
+        """[num_slots] tokens, at least 1; or the one number that all live workers have."""
+        return self.one_block_size or np.maximum(self.block_size[: self.num_slots], 1)
 
     @property
     def num_lanes(self) -> int:
@@ -224,6 +241,12 @@ class FleetTable:
 
     # ---- inside
 
+    def _sort_out(self) -> None:
+        live, role = self.live[: self.num_slots], self.role[: self.num_slots]
+        self.by_role = {code: live & (role == code) for code in (PREFILL, DECODE, COLOCATED)}
+        sizes = np.unique(self.block_size[: self.num_slots][live])
+        self.one_block_size = int(sizes[0]) if len(sizes) == 1 else None
+
     def _new_slot(self) -> int:
         slot = self.num_slots
         if slot == len(self.role):
@@ -246,8 +269,10 @@ class FleetTable:
         # Before the first report nothing is held there.
         told = load.total_blocks or load.free_blocks or load.evictable_blocks
         free = load.free_blocks if told else int(self.capacity_tokens[slot] // self.block_size[slot])
-        self.unused_blocks[slot] = free - booked.blocks
+        self.unused_blocks[slot] = max(0, free - booked.blocks)
         self.evictable_blocks[slot] = load.evictable_blocks
+        self.available_blocks[slot] = free + load.evictable_blocks - booked.blocks
+        self.growth_blocks[slot] = load.expected_output_tokens // int(self.block_size[slot])
         self.rows[slot] = rows = load.decode_rows + booked.rows
         self.context[slot] = context = load.decode_context + booked.context
         self.eviction_ms[slot] = load.eviction_ms_per_block

@@ -15,7 +15,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router.core.cost import (
     DECODING,
@@ -58,9 +57,9 @@ class Eligible:
         one[slot] = True
         return Eligible(self.prefill & one, self.whole & one, np.zeros_like(one), self.decode, self.reason)
 
-    def kinds(self) -> NDArray[np.int8]:
-        """[n] places in `KINDS` of the plan without a fetch that starts at each; with a fetch it is the next place."""
-        return np.where(self.prefill, _PAIR, np.where(self.whole, _WHOLE, _HOLDER_WHOLE)).astype(np.int8)
+    def kinds(self, slots: Ints) -> Ints:
+        """Places in `KINDS` of the plans without a fetch that start at `slots`; with a fetch it is the next place."""
+        return np.where(self.prefill[slots], _PAIR, np.where(self.whole[slots], _WHOLE, _HOLDER_WHOLE))
 
 
 def ready_mask(
@@ -85,11 +84,9 @@ def ready_mask(
 def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
     """None when no worker can take it now. Any role serves whole requests when a pool is empty."""
     count = table.num_slots
-    role, lane = table.role[:count], table.lane[:count]
-    nobody = np.zeros(count, np.bool_)
-    decode, colocated = ready & (role == DECODE), ready & (role == COLOCATED)
-    prefill = ready & (role == PREFILL)
-    if decode.any():
+    lane, nobody = table.lane[:count], np.zeros(count, np.bool_)
+    prefill, decode, colocated = (ready & table.by_role[code] for code in (PREFILL, DECODE, COLOCATED))
+    if table.num_lanes > 1 and decode.any():
         prefill &= np.bincount(lane[decode], minlength=table.num_lanes)[lane] > 0
     if mode is Mode.DISAGGREGATED:
         source = prefill if prefill.any() else colocated
@@ -114,8 +111,7 @@ def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Mask:
     if source is not None:
         pool &= table.lane[:count] == table.lane[source]
         pool[source] = False
-    decode: Mask = pool & (table.role[:count] == DECODE)
-    colocated: Mask = pool & (table.role[:count] == COLOCATED)
+    decode, colocated = pool & table.by_role[DECODE], pool & table.by_role[COLOCATED]
     return decode if decode.any() else colocated
 
 
@@ -145,7 +141,8 @@ def plan_all(
     """depths: [n] over the slots ever used."""
     n = len(depths)
     starts = part.prefill | part.whole
-    usable, fetched, fetch_ms = (starts | (part.holder & (depths > 0)))[None], None, None
+    holder = part.holder & (depths > 0)
+    usable, fetched, fetch_ms = (starts | holder)[None], None, None
     block_ms = lanes.block_ms(table.lane[:n], table.num_lanes)
     if may_fetch and work.best_depth >= settings.least_fetch_blocks:
         more = _best_on_lane(table, depths) - depths
@@ -158,18 +155,18 @@ def plan_all(
     held = holding(table, depths, work, settings)
     terms = prefill_terms(table, depths, fetched, fetch_ms, held, work, settings, affinity)
     decoding = decode_terms(table, depths, held, work, settings, 0.0)
-    whole = part.whole | part.holder
+    whole = part.whole | holder
     if whole.any():
         for term in (DECODING, INTERFERENCE, PRESSURE):
             terms[term] += decoding[term] * whole
         terms[EVICTION] = np.where(whole, decoding[EVICTION], terms[EVICTION])
     if part.prefill.any():
         near, far = _decode_prices(table, part, decoding.sum(axis=0))
-        terms[DECODING] += np.where(part.prefill, far, 0.0)
-        terms[TOPOLOGY] += np.where(part.prefill, np.minimum(near - far, settings.topology_ms), 0.0)
-        size = np.maximum(table.block_size[:n], 1)
+        terms[DECODING] += part.prefill * far
+        terms[TOPOLOGY] = part.prefill * np.minimum(near - far, settings.topology_ms)
+        size = table.block_sizes
         left = np.minimum(np.maximum(work.num_tokens - depths * size, 1), settings.chunk_tokens)
-        terms[TRANSFER] += part.prefill * (-(-left // size) * block_ms)
+        terms[TRANSFER] = part.prefill * (-(-left // size) * block_ms)
     return Plans(terms, usable, depths, fetched)
 
 
@@ -191,7 +188,7 @@ def decode_all(
 ) -> Floats:
     """[NUM_TERMS, n] of adopting the request at each slot from a prefill at `source`."""
     n = len(depths)
-    size = np.maximum(table.block_size[:n], 1)
+    size = table.block_sizes
     last = -(-min(work.num_tokens, settings.chunk_tokens) // size)
     lacks = np.minimum(np.maximum(-(-work.num_tokens // size) - depths, 1), last)
     transfer = lacks * lanes.block_ms(table.lane[:n], table.num_lanes)

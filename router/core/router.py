@@ -315,7 +315,7 @@ class Router:
         held = int(plans.depths[slot])
         fetched = int(plans.fetched[slot]) if row and plans.fetched is not None else 0
         fetch = Fetch(table.key(holder_of(table, plans.depths, slot)), held + fetched) if fetched else None
-        kind = PlanKind.DECODE if part is None else KINDS[int(part.kinds()[slot]) + row]
+        kind = PlanKind.DECODE if part is None else KINDS[int(part.kinds(np.array([slot]))[0]) + row]
         terms = plans.terms[:, row, slot]
         compute_ms = float(terms[PREFILL_WORK]) / (self.settings.prefill_weight or 1.0)
         return Decision(
@@ -337,16 +337,16 @@ class Router:
     def _keep(self, part: Eligible | None, plans: Plans, costs: Floats) -> Candidates:
         """The cheapest candidates' columns."""
         n, most = len(plans.depths), self.settings.most_explained
-        at = np.flatnonzero(plans.usable)
+        at = plans.usable.ravel().nonzero()[0]
         considered = len(at)
         if considered > most:
             at = at[np.argpartition(costs[at], most)[:most]]
         rows, slots = np.divmod(at, n)
         fetched = rows * plans.fetched[slots] if plans.fetched is not None else np.zeros_like(rows)
-        kinds = np.full(len(at), _DECODE, np.int8) if part is None else part.kinds()[slots] + rows.astype(np.int8)
+        kinds = np.full(len(at), _DECODE) if part is None else part.kinds(slots) + rows
         return Candidates(
             self.table.roster,
-            kinds,
+            kinds.astype(np.int8),
             slots.astype(np.int32),
             (plans.depths[slots] + fetched).astype(np.int32),
             fetched.astype(np.int32),
