@@ -273,8 +273,12 @@ class FleetTable:
         self.evictable_blocks[slot] = load.evictable_blocks
         self.available_blocks[slot] = free + load.evictable_blocks - booked.blocks
         self.growth_blocks[slot] = load.expected_output_tokens // int(self.block_size[slot])
-        self.rows[slot] = rows = load.decode_rows + booked.rows
-        self.context[slot] = context = load.decode_context + booked.context
+        rows, context = load.decode_rows + booked.rows, load.decode_context + booked.context
+        if self.role[slot] != PREFILL:
+            # Whoever is ahead here decodes by the time that a new request computes.
+            rows += load.waiting_requests + max(0, load.running_requests - load.decode_rows) + load.adopting_requests
+            context += load.waiting_tokens
+        self.rows[slot], self.context[slot] = rows, context
         self.eviction_ms[slot] = load.eviction_ms_per_block
         self.restore_ms[slot] = load.restore_block_s * 1e3
         self.closed[slot] = bool(load.closed)
