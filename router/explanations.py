@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from headrace.v1 import inference_pb2 as pb
+from router.core.decision import Decision, PlanKind
 from router.core.flight import Flight
-from router.core.plans import Decision, PlanKind
 from router.core.router import Router
 
 MAX_CANDIDATES = 200_000

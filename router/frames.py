@@ -8,8 +8,8 @@ from headrace.core.records import CacheChange, WorkerLoad
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2 as pb
 from router.answer import Branch
+from router.core.decision import Fetch
 from router.core.flight import Leg
-from router.core.plans import Fetch
 
 
 def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.RequestBody:

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -91,6 +92,8 @@ class Gateway:
         self._live: dict[RequestId, Branch] = {}
         self._kin: Kin[Branch] = Kin()
         self._explanations = Explanations()
+        self._generations: Counter[str | None] = Counter()
+        """How often each tenant's cache was cleared; None: everybody's."""
         self._queued: dict[RequestId, Branch] = {}
         self._draining = False
 
@@ -145,7 +148,12 @@ class Gateway:
         return frozenset(self._live)
 
     def clear_cache(self, tenant: str | None) -> tuple[list[str], list[str]]:
-        """Has the workers forget what is cached for the tenant, or for all (None): (told, told when they are back)."""
+        """Has the workers forget what is cached for the tenant, or for all (None): (told, told when they are back).
+
+        New requests of this gateway name their blocks anew, so that no order of arrival lets one hit or fetch what was
+        cached before.
+        """
+        self._generations[tenant] += 1
         return self.fleet.clear_cache(tenant)
 
     def drain(self) -> None:
@@ -202,7 +210,8 @@ class Gateway:
         flight.timeline.received = spec.received_at or now
         flight.timeline.tokenized = spec.tokenized_at or now
         flight.timeline.accepted = now
-        namespace = namespace_id(spec.tenant, spec.cache_salt, self.spec.cache_namespace_secret)
+        generation = self._generations[spec.tenant] + self._generations[None]
+        namespace = namespace_id(spec.tenant, spec.cache_salt, self.spec.cache_namespace_secret, generation)
         return Branch(
             flight=flight,
             index=index,
@@ -315,7 +324,7 @@ class Gateway:
     def _learn_lane(self, session: WorkerSession, ledger: WorkerLedger) -> None:
         block_bytes = self.spec.kv_bytes_per_token * self.spec.block_size
         if ledger.bytes_moved and block_bytes:
-            self.router.moved(session.key, ledger.bytes_moved // block_bytes, ledger.transfer_s * 1e3)
+            self.router.transferred(session.key, ledger.bytes_moved // block_bytes, ledger.transfer_s * 1e3)
 
     def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
         if error is None:

@@ -132,6 +132,7 @@ class Hub:
 
     def clear_cache(self, tenant: str | None) -> None:
         """Forgets what is cached for the tenant, or for all (None), in every tier."""
+        self.fetcher.clear(tenant)
         with self.engine.lock:
             self._scheduler.clear_cache(tenant)
         log.info("cache_cleared tenant=%s", "*" if tenant is None else tenant)

@@ -86,9 +86,11 @@ def model_identity(
     )
 
 
-def namespace_id(tenant: str, cache_salt: str, secret: str) -> bytes:
-    """A tenant's cache namespace, 16 bytes. The deployment's `secret` keeps others from computing it."""
-    return _digest(b"headrace.tenant", (secret, tenant, cache_salt))
+def namespace_id(tenant: str, cache_salt: str, secret: str, generation: int = 0) -> bytes:
+    """A tenant's cache namespace, 16 bytes. The deployment's `secret` keeps others from computing it; `generation`
+    counts how often the namespace was invalidated: what was cached before has no name any more.
+    """
+    return _digest(b"headrace.tenant", (secret, tenant, cache_salt, generation))
 
 
 def request_root(model: bytes, namespace: bytes, adapter: str = "") -> bytes:

@@ -26,9 +26,9 @@ from headrace.core.records import FinishReason, WorkerLedger, token_hash
 from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
+from router.core.decision import Decision, Fetch, RouteAsk
 from router.core.latency import Timeline
 from router.core.placement import Mode, WorkerKey
-from router.core.plans import Decision, Fetch, RouteAsk
 from router.core.router import Router
 
 LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed"})

@@ -86,16 +86,15 @@ def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
     count = table.num_slots
     lane, nobody = table.lane[:count], np.zeros(count, np.bool_)
     prefill, decode, colocated = (ready & table.by_role[code] for code in (PREFILL, DECODE, COLOCATED))
+    if mode is Mode.DISAGGREGATED:
+        for source, target in ((prefill, decode), (prefill, colocated), (colocated, decode), (colocated, colocated)):
+            on_lane = np.bincount(lane[target], minlength=table.num_lanes)[lane]
+            paired = source & (on_lane > target)
+            if paired.any():
+                return Eligible(paired, nobody, nobody, target, "mode")
+        return None
     if table.num_lanes > 1 and decode.any():
         prefill &= np.bincount(lane[decode], minlength=table.num_lanes)[lane] > 0
-    if mode is Mode.DISAGGREGATED:
-        source = prefill if prefill.any() else colocated
-        target = decode if decode.any() else colocated
-        if not source.any() or not target.any() or (source.sum() == 1 and (source == target).all()):
-            return None
-        on_lane = np.bincount(lane[target], minlength=table.num_lanes)[lane]
-        paired = source & (on_lane > target)
-        return Eligible(paired if paired.any() else source, nobody, nobody, target, "mode")
     if mode is Mode.AUTO and prefill.any() and decode.any():
         return Eligible(prefill, colocated, decode, decode, "pools")
     for pool, name in ((colocated, "colocated"), (decode, "pool_down"), (prefill, "pool_down")):

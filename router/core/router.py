@@ -13,7 +13,7 @@ import numpy as np
 from headrace.core.records import CacheChange, Role, WorkerLoad
 from router.core.cost import NUM_FIRST_TOKEN_TERMS, PREFILL_WORK, TERMS, Affinity, Mask, Work
 from router.core.decision import KINDS, Candidates, Decision, Fetch, PlanKind, RouteAsk
-from router.core.fleet_table import Booking, FleetTable
+from router.core.fleet_table import DECODE, Booking, FleetTable
 from router.core.lanes import Lanes
 from router.core.placement import Mode, WorkerKey
 from router.core.plans import (

@@ -8,7 +8,6 @@ import asyncio
 import random
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

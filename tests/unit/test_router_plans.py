@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
-from router.core.bookings import Bookings
 from router.core.decision import Decision, PlanKind, RouteAsk
 from router.core.fleet_table import Booking, FleetTable
-from router.core.placement import Mode, WorkerKey, WorkerView, choose_decode, choose_plan
+from router.core.placement import Mode, WorkerKey
 from router.core.policies import Policy
 from router.core.router import Router
 
@@ -49,8 +48,8 @@ def choose(made: Router, **kw: object) -> Decision:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("policy", [Policy.LEAST_LOADED, Policy.COST])
-def test_pools_and_modes_give_the_plans_that_a_gateway_is_used_to(mode: Mode, policy: Policy) -> None:
+@pytest.mark.parametrize("policy", list(Policy))
+def test_every_plan_keeps_the_rules_of_pools_lanes_and_room(mode: Mode, policy: Policy) -> None:
     rng = random.Random(5)
     for _ in range(150):
         names = [f"{rng.choice('pdc')}{i}" for i in range(rng.randint(1, 4))]
@@ -58,29 +57,29 @@ def test_pools_and_modes_give_the_plans_that_a_gateway_is_used_to(mode: Mode, po
         capacity = {name: rng.choice((512, 100_000)) for name in names}
         excluded = {key(name) for name in names if rng.random() < 0.2}
         made = Router(rng.random, policy=policy)
-        views = []
         for name in names:
-            load = replace(ROOMY, waiting_tokens=rng.randrange(5))
             made.worker_up(key(name), ROLES[name[0]], capacity[name], 16, lane=lanes[name])
-            made.report(key(name), load)
-            views.append(WorkerView(key(name), ROLES[name[0]], "", capacity[name], load, lane=lanes[name]))
-        old = choose_plan(mode, views, excluded, 1040, 0)
-        new = made.choose(ask(mode=mode, excluded=excluded), 0.0)
-        assert (old is None) == (new is None)
-        if old is None or new is None:
+            made.report(key(name), replace(ROOMY, waiting_tokens=rng.randrange(5)))
+        ready = [name for name in names if key(name) not in excluded and capacity[name] >= 1040]
+        plan = made.choose(ask(mode=mode, excluded=excluded), 0.0)
+        if plan is None:
+            assert not ready or (mode is Mode.DISAGGREGATED and not _pairs(ready, lanes))
             continue
-        by_key = {view.key: view for view in views}
-        pools = {view.key for view in views if view.key not in excluded and view.capacity_tokens >= 1040}
-        assert new.worker in pools
-        if policy is Policy.LEAST_LOADED:
-            assert by_key[new.worker].queued_tokens == old.worker.queued_tokens
-        elif not any(view.role is Role.COLOCATED for view in views):
-            assert (new.whole, by_key[new.worker].role) == (old.whole, old.worker.role)
-        if not new.whole:
-            late = made.choose_decode(ask(excluded=excluded), new.worker, 0.0)
-            expected = choose_decode(views, new.worker, excluded, 1040, 0)
-            assert (late is None) == (expected is None)
-            assert late is None or by_key[late.worker].role is expected.role  # type: ignore[union-attr]
+        name = plan.worker.worker_id
+        assert name in ready
+        if mode is Mode.COLOCATED or not _pairs(ready, lanes):
+            assert plan.whole
+        elif mode is Mode.DISAGGREGATED:
+            assert not plan.whole
+        if not plan.whole:
+            late = made.choose_decode(ask(excluded=excluded), plan.worker, 0.0)
+            assert late is not None and late.worker != plan.worker and late.worker.worker_id in ready
+            assert lanes[late.worker.worker_id] == lanes[name] and late.worker.worker_id[0] != "p"
+
+
+def _pairs(ready: list[str], lanes: dict[str, str]) -> bool:
+    """Somebody can prefill for somebody else."""
+    return any(lanes[a] == lanes[b] for a in ready for b in ready if a != b and a[0] != "d" and b[0] != "p")
 
 
 def test_with_a_whole_pool_down_whatever_lives_serves_whole_requests() -> None:
@@ -217,27 +216,29 @@ def test_undo_restores_table_and_index_exactly() -> None:
     assert made.index.lookup(KEYS, 4).tolist() == depths and made.index.num_blocks == 5
 
 
-def test_a_report_includes_the_bookings_up_to_its_number_as_bookings_did() -> None:
+def test_a_report_includes_the_bookings_up_to_its_number() -> None:
     rng = random.Random(4)
-    table, old = FleetTable(512), Bookings()
+    table, pending, reported = FleetTable(512), set[int](), WorkerLoad()
     slot = table.up(key("c0"), Role.COLOCATED, 1000, 16)
     last = 0
     for _ in range(300):
         if rng.random() < 0.5:
-            last = table.book(key("c0"), Booking(tokens=7, us=11, rows=1))
-            assert old.add(key("c0"), 7) == last
+            last += 1
+            assert table.book(key("c0"), Booking(tokens=7, us=11, rows=1)) == last
+            pending.add(last)
         elif rng.random() < 0.5:
             seq = rng.randint(0, last + 1)
             table.undo(key("c0"), seq)
-            old.undo(key("c0"), seq)
+            pending.discard(seq)
         else:
             load = WorkerLoad(submit_seq=rng.randint(0, last), waiting_tokens=rng.randrange(100), queue_s=1.0)
             table.report(key("c0"), load)
-            old.report(key("c0"), load)
-        requests, tokens = old.unreported(key("c0"))
-        assert table.load(key("c0")) == old.load(key("c0")) and table.total == requests == old.total
-        assert table.waiting_tokens[slot] == old.load(key("c0")).waiting_tokens + tokens
-        assert table.rows[slot] == requests
+            if load.submit_seq >= reported.submit_seq:
+                reported = load
+                pending = {seq for seq in pending if seq > load.submit_seq}
+        assert table.load(key("c0")) == reported and table.total == len(pending)
+        assert table.waiting_tokens[slot] == reported.waiting_tokens + 7 * len(pending)
+        assert table.rows[slot] == len(pending)
     table.down(key("c0"))
     assert table.total == 0
 
