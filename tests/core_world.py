@@ -113,6 +113,8 @@ class ToyRunner:
             self.host[target] = list(self.kv[block])
         for source, block in plan.swap_in:
             self.kv[block] = list(self.host[source])
+        for source, target in plan.copies:
+            self.kv[target] = list(self.kv[source])
         for row in range(plan.num_rows):
             start, num = plan.start_pos[row], plan.num_tokens[row]
             assert num >= 1

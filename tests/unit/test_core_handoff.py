@@ -60,7 +60,7 @@ def test_pulled_blocks_enter_the_cache_only_once_the_request_is_active() -> None
     assert len(world.cache) == 3
     sibling = world.submit(list(range(100, 112)), max_tokens=3)
     world.run()
-    assert sibling.ledger.cached_tokens == 8
+    assert sibling.ledger.cached_tokens == 11
     world.assert_output_as_alone(sibling)
     world.assert_drained()
 
@@ -288,7 +288,7 @@ def test_a_released_prefill_leaves_plain_prefix_cache() -> None:
     assert world.pool.evictable_blocks == 3
     again = world.submit(prompt, max_tokens=2)
     world.run()
-    assert again.ledger.cached_tokens == 8
+    assert again.ledger.cached_tokens == 11
     world.assert_drained()
 
 

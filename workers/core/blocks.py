@@ -3,28 +3,29 @@
 A block is in exactly one state:
 
     FREE         on the free list
-    USED         reference count > 0; may carry a hash (then the prefix cache points to it as well)
-    CACHED       reference count 0, carries a hash; in LRU order, taken when the free list is empty
+    USED         reference count > 0; may carry a label (then the prefix cache points to it as well)
+    CACHED       reference count 0, carries a label; taken when the free list is empty, by `workers.core.eviction`
     QUARANTINED  the target of a read that was given up and may still write;
                  named by its holder until the read is terminal
 
-               alloc                   decref to 0, no hash
+               alloc                   decref to 0, no label
     FREE <---------------> USED -------------------------------> FREE
-                           ^  |  decref to 0, has a hash
+                           ^  |  decref to 0, has a label
                     incref |  +--------------------------------> CACHED --(evict)--> USED by alloc
-                           +------------------------------------ CACHED
-    USED (one reference, no hash) --quarantine--> QUARANTINED --release--> FREE
+                           +------------------------------------ CACHED --(unlabel)--> FREE
+    USED (one reference, no label) --quarantine--> QUARANTINED --release--> FREE
 
-Every operation is O(1) a block. Does not: hash, match, or know requests.
+A label is the hash of a full block's content, or b"" for a block that is filled in part. Every operation is O(1) a
+block, those on idle labelled ones O(log blocks). Does not: hash, match, or know requests.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from headrace.errors import InvariantError
+from workers.core.eviction import IdleBlocks
 
 
 class BlockState(StrEnum):
@@ -41,12 +42,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.evictions = 0
-        self.on_evict: Callable[[bytes], None] = lambda _: None
-        """Told the hash of a block that is about to be reused; set by the prefix cache."""
+        self.on_evict: Callable[[int], None] = lambda _: None
+        """Told of a labelled block that is about to be reused; set by the prefix cache."""
+        self.idle = IdleBlocks(num_blocks)
+        """The cached blocks. The prefix cache gives labelled blocks their place there."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._refs = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._labels: list[bytes | None] = [None] * num_blocks
         self._quarantined: dict[str, list[int]] = {}
         self._num_quarantined = 0
 
@@ -56,12 +58,12 @@ class BlockPool:
 
     @property
     def evictable_blocks(self) -> int:
-        return len(self._cached)
+        return len(self.idle)
 
     @property
     def available_blocks(self) -> int:
         """What `alloc` can give at most."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.idle)
 
     @property
     def quarantined_blocks(self) -> int:
@@ -78,17 +80,19 @@ class BlockPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
-    def hash_of(self, block: int) -> bytes | None:
-        return self._hashes[block]
+    def label_of(self, block: int) -> bytes | None:
+        return self._labels[block]
 
     def alloc(self, n: int) -> list[int] | None:
-        """n blocks with one reference each, or None and no change. Evicts least recently used blocks at need."""
+        """n blocks with one reference each, or None and no change. Evicts cached blocks at need."""
         if n > self.available_blocks:
             return None
         kept = max(0, len(self._free) - n)
         blocks = self._free[: kept - 1 if kept else None : -1]
         del self._free[kept:]
-        blocks += [self._evict() for _ in range(n - len(blocks))]
+        while len(blocks) < n:
+            # What an eviction takes with it is free.
+            blocks.append(self._free.pop() if self._free else self._evict())
         for block in blocks:
             self._refs[block] = 1
         return blocks
@@ -97,9 +101,9 @@ class BlockPool:
         """One more reference to each used or cached block."""
         for block in blocks:
             if self._refs[block] == 0:
-                if block not in self._cached:
+                if block not in self.idle:
                     raise InvariantError(f"block {block}: a reference to a block that is neither used nor cached")
-                del self._cached[block]
+                self.idle.remove(block)
             self._refs[block] += 1
 
     def decref(self, blocks: Iterable[int]) -> None:
@@ -110,21 +114,30 @@ class BlockPool:
                 raise InvariantError(f"block {block}: more releases than references")
             self._refs[block] = refs
             if refs == 0:
-                if self._hashes[block] is None:
+                if self._labels[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self.idle.add(block)
 
-    def label(self, block: int, block_hash: bytes) -> None:
+    def label(self, block: int, label: bytes) -> None:
         """Name a used block's content; the block outlives its last reference from now on, until it is evicted."""
-        if self._refs[block] == 0 or self._hashes[block] is not None:
-            raise InvariantError(f"block {block}: only a used block without a hash takes one")
-        self._hashes[block] = block_hash
+        if self._refs[block] == 0 or self._labels[block] is not None:
+            raise InvariantError(f"block {block}: only a used block without a label takes one")
+        self._labels[block] = label
+
+    def unlabel(self, block: int) -> None:
+        """Its content is not to be kept: an idle block is free now, a used one when its last reference goes."""
+        if self._labels[block] is None:
+            raise InvariantError(f"block {block}: it has no label to lose")
+        self._labels[block] = None
+        if self._refs[block] == 0:
+            self.idle.remove(block)
+            self._free.append(block)
 
     def quarantine(self, blocks: Sequence[int], holder: str) -> None:
-        """Put aside blocks that somebody may still write to. Each must be used, unshared and without a hash."""
+        """Put aside blocks that somebody may still write to. Each must be used, unshared and without a label."""
         for block in blocks:
-            if self._refs[block] != 1 or self._hashes[block] is not None:
+            if self._refs[block] != 1 or self._labels[block] is not None:
                 raise InvariantError(f"block {block}: a read's target was shared or cached before the read was over")
             self._refs[block] = 0
         if blocks:
@@ -145,7 +158,7 @@ class BlockPool:
         """For audits and tests; O(blocks)."""
         if self._refs[block] > 0:
             return BlockState.USED
-        if block in self._cached:
+        if block in self.idle:
             return BlockState.CACHED
         return BlockState.FREE if block in self._free else BlockState.QUARANTINED
 
@@ -153,21 +166,18 @@ class BlockPool:
         """Raises InvariantError unless every block is in exactly one state. O(blocks)."""
         used = [block for block, refs in enumerate(self._refs) if refs > 0]
         aside = [block for blocks in self._quarantined.values() for block in blocks]
-        if sorted([*self._free, *self._cached, *used, *aside]) != list(range(self.num_blocks)):
+        if sorted([*self._free, *self.idle, *used, *aside]) != list(range(self.num_blocks)):
             raise InvariantError("blocks are lost or in two states")
         if self._num_quarantined != len(aside):
             raise InvariantError("the count of quarantined blocks is wrong")
-        if any(self._hashes[block] is None for block in self._cached):
-            raise InvariantError("a cached block has no hash")
-        if any(self._hashes[block] is not None for block in [*self._free, *aside]):
-            raise InvariantError("a free or quarantined block has a hash")
+        if any(self._labels[block] is None for block in self.idle):
+            raise InvariantError("a cached block has no label")
+        if any(self._labels[block] is not None for block in [*self._free, *aside]):
+            raise InvariantError("a free or quarantined block has a label")
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        block_hash = self._hashes[block]
-        if block_hash is None:
-            raise InvariantError(f"block {block}: cached without a hash")
-        self._hashes[block] = None
+        block = self.idle.pop()
         self.evictions += 1
-        self.on_evict(block_hash)
+        self.on_evict(block)
+        self._labels[block] = None
         return block

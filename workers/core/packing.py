@@ -38,6 +38,8 @@ class Packing:
         self.limit_s = float("inf")
         self._decodes_s = 0.0
         self.swapped_in: list[HostCopy] = []
+        self.copied: list[int] = []
+        """Blocks that are copied from."""
         self._settings = settings
         self._predictor = predictor
         self._decode_context = 0
@@ -172,6 +174,8 @@ class Flight:
     """0: no prediction."""
     swapped_in: list[HostCopy] = field(default_factory=list)
     """Host blocks that are free when the step is over."""
+    copied: list[int] = field(default_factory=list)
+    """Blocks that have a reference for being copied from, until the step is over."""
     dropped: list[Request] = field(default_factory=list)
     """Ended since; the plan still names their blocks."""
 

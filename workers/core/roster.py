@@ -119,7 +119,7 @@ class Roster:
             return reserved  # blocks that are free by now are still to be copied from
         while (request := self._queues.next_adoption()) is not None:
             self._yield_fetched(request)
-            if not self._residency.admit(request, self._spare_blocks()):
+            if self._residency.admit(request, self._spare_blocks()) is None:
                 break
             request.ledger.cached_tokens = request.computed_tokens
             self._queues.move(request, State.TRANSFERRING, now)
@@ -147,7 +147,7 @@ class Roster:
         for token_id in output_ids[known:]:
             request.append(token_id)
         request.computed_tokens = num_tokens
-        self._residency.publish(request)
+        self._residency.publish(request, to_the_end=True)
         if request.traced:
             self._journal.adopted(request, now)
         request.unsaid = request.emitted < request.num_output
@@ -280,6 +280,7 @@ class Roster:
         refs = Counter(block for request in self.requests.values() for block in request.block_ids)
         refs.update(self.fetches.blocks())
         refs.update(self._pins.blocks())
+        refs.update([] if self._flight is None else self._flight.copied)
         if any(self._pool.refs(block) != refs[block] for block in range(self._pool.num_blocks)):
             raise InvariantError("references to blocks and block tables differ")
         for request in self.requests.values():
@@ -366,7 +367,7 @@ class Roster:
             self._forget(request, quarantined)
 
     def _forget(self, request: Request, quarantined: Sequence[int] = ()) -> None:
-        self._residency.publish(request)
+        self._residency.publish(request, to_the_end=True)
         self._residency.release(request, quarantined)
         self.fetches.request_left(request.key)
         self._drop_copy(request)

@@ -69,7 +69,15 @@ class Scheduler(Selection):
         predicted_s = self._predictor.predict_s(shape) if self._predictor is not None and self._predictor.ready else 0.0
         self._batch.freeze()
         self._flight = Flight(
-            packing.plan, packing.decode_rows, packing.prefills, started, now, shape, predicted_s, packing.swapped_in
+            packing.plan,
+            packing.decode_rows,
+            packing.prefills,
+            started,
+            now,
+            shape,
+            predicted_s,
+            packing.swapped_in,
+            packing.copied,
         )
         if not self._journal.idle:
             self._journal.step(self._flight, now)
@@ -113,6 +121,7 @@ class Scheduler(Selection):
         self._batch.thaw()
         for copy in flight.swapped_in:
             self._host.give_back(copy)
+        self._residency.copied(flight.copied)
         for request in flight.dropped:
             self._forget(request)
         self._pause_wanted(now)
@@ -243,7 +252,7 @@ class Scheduler(Selection):
         request.computed_tokens = end = start + num_tokens
         request.ledger.computed_tokens += num_tokens
         self.counters["recomputed_tokens"] += max(0, min(end, request.lost_tokens) - start)
-        self._residency.publish(request)
+        self._residency.publish(request, to_the_end=end == request.num_tokens)
         if request.clock.stage is Stage.PREEMPTED and end >= request.lost_tokens:
             before_first = request.first_token_at is None and not request.adopted
             request.clock.enter(Stage.PREFILL if before_first else Stage.DECODE, now)

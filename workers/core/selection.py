@@ -313,11 +313,14 @@ class Selection(Suspension):
         self._yield_fetched(request)
         for idle in self._idle_holders(request):
             self._preempt(idle, now)
-        self._blocked = not self._residency.admit(request, self._spare_blocks())
-        if self._blocked:
+        copies = self._residency.admit(request, self._spare_blocks(), whole_blocks=copy is not None)
+        self._blocked = copies is None
+        if copies is None:
             self._queues.lacking_blocks = request
             return False
         self.fetches.request_left(request.key)
+        packing.plan.copies += copies
+        packing.copied += [source for source, _ in copies]
         request.priority_reason = self._policy.reason(request, first, now) if first is not None else "arrival"
         if request.state is State.WAITING:
             request.ledger.cached_tokens = request.computed_tokens

@@ -146,7 +146,7 @@ class Suspension(Roster):
             way = Way.SWAP if swapped else Way.RECOMPUTE
             self._journal.preempted(request, way, self._preemption.score(request, restore, now), now)
         self._queues.move(request, State.PREEMPTED, now)
-        self._residency.publish(request)
+        self._residency.publish(request, to_the_end=True)
         self._residency.release(request)
         request.clock.enter(Stage.PREEMPTED, now)
 
@@ -158,7 +158,7 @@ class Suspension(Roster):
     def _drop(self, request: Request) -> None:
         if request in self._to_offload:
             self._to_offload.remove(request)
-        self._residency.publish(request)
+        self._residency.publish(request, to_the_end=True)
         self._residency.release(request)
 
     def _copy_out(self, request: Request) -> bool:
