@@ -59,9 +59,8 @@ class CacheLog:
     def cleared(self) -> None:
         """All tiers are empty: a new epoch. Cheaper for readers than one removal after the other."""
         self._holders.clear()
-        self._ring.clear()
         self.epoch += 1
-        self._oldest = self.seq = self.seq + 1
+        self._oldest = self.seq
 
     def changes(self, since_epoch: int, since_seq: int, most: int) -> CacheChange:
         """What a reader at (since_epoch, since_seq) lacks, from at most `most` changes; a snapshot is never cut.

@@ -1,4 +1,4 @@
-"""Which block holds the KV of which chain of tokens: full blocks by their hashes, and what of a block's tokens begins as
+"""Which block holds the KV of which chain of tokens: full blocks by their hashes, and of others those tokens with which
 a prompt goes on.
 
     match          the longest leading run of full blocks
