@@ -128,7 +128,7 @@ class Hub:
     def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
         """What has changed in the cache since that position; None: nothing."""
         with self.engine.lock:
-            return getattr(self._scheduler, "cache_changes", lambda *_: None)(epoch, seq)
+            return self._scheduler.cache_changes(epoch, seq)
 
     def clear_cache(self, tenant: str | None) -> None:
         """Forgets what is cached for the tenant, or for all (None), in every tier."""

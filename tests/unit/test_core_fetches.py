@@ -248,7 +248,7 @@ def test_a_peer_gets_the_leading_run_that_is_here_and_nobody_takes_it_away() -> 
     big = world.submit(28, 1)
     assert world.step() is None
     assert world.scheduler.revocable_pins() == [PEER]
-    assert [world.pool.hash_of(block) for block in blocks] == hashes[:3]
+    assert [world.pool.label_of(block) for block in blocks] == hashes[:3]
     # 3. over, once
     assert world.scheduler.unpin_cached(PEER) and not world.scheduler.unpin_cached(PEER)
     world.run()
@@ -273,7 +273,7 @@ def test_a_pin_leaves_the_spare_blocks_available(cached: set[int], used: set[int
     before = pool.available_blocks
     run = next((i for i in range(10) if i not in cached), 10)
     pinned = pins.pin(PEER, "r", hashes, spare)
-    assert [pool.hash_of(block) for block in pinned] == hashes[: len(pinned)]
+    assert [pool.label_of(block) for block in pinned] == hashes[: len(pinned)]
     assert len(pinned) <= run
     assert pool.available_blocks >= min(before, spare)
     # Everything is given that can be: the next one would be missing, or too much.

@@ -41,8 +41,12 @@ class Fetch:
     owner: str
     """Under which name an audit shows it."""
     tenant: str
+    parents: tuple[bytes, ...]
+    """The predecessor of each block that is to be read: a hash, or the chain's root."""
     hashes: tuple[bytes, ...]
     """What is to be read, 16 bytes each, in the order of the prefix."""
+    token_ids: tuple[int, ...]
+    """Theirs, one block's after the other's."""
     targets: tuple[int, ...]
     """One own block for each of them."""
     shared: tuple[int, ...]
@@ -110,7 +114,9 @@ class Fetches:
             key=request.key,
             owner=f"fetch {request.request_id}/{request.attempt}",
             tenant=request.tenant,
+            parents=(request.block_hashes[len(shared) - 1] if shared else request.root, *hashes[:-1]),
             hashes=tuple(hashes),
+            token_ids=tuple(request.token_ids[len(shared) * size : (len(shared) + len(hashes)) * size]),
             targets=tuple(targets),
             shared=tuple(shared),
             give_up_at=now + max(LEAST_PATIENCE_S, PATIENCE * len(hashes) * size * token_s),
@@ -128,8 +134,10 @@ class Fetches:
         if fetch.cleared:
             num_blocks = 0
         held, fresh = list(fetch.shared), 0
-        for block_hash, block in zip(fetch.hashes[:num_blocks], fetch.targets, strict=False):
-            if self._cache.insert(block_hash, block):
+        size, first = self._pool.block_size, len(fetch.shared)
+        for i, (block_hash, block) in enumerate(zip(fetch.hashes[:num_blocks], fetch.targets, strict=False)):
+            tokens = fetch.token_ids[i * size : (i + 1) * size]
+            if self._cache.insert(block_hash, block, fetch.parents[i], first + i, tokens, fetch.tenant):
                 fresh += 1
                 held.append(block)
             else:
@@ -205,7 +213,7 @@ class Fetches:
         """Raises InvariantError unless targets of reads are nobody else's and have no names. O(blocks)."""
         for fetch in self._live.values():
             if fetch.reading and any(
-                self._pool.refs(block) != 1 or self._pool.hash_of(block) is not None for block in fetch.targets
+                self._pool.refs(block) != 1 or self._pool.label_of(block) is not None for block in fetch.targets
             ):
                 raise InvariantError(f"{fetch.owner}: a block that is being written to is used or cached")
             if not (fetch.reading or fetch.wanted):
@@ -214,6 +222,7 @@ class Fetches:
     # ---- inside
 
     def _hold_instead(self, block_hash: bytes, block: int) -> list[int]:
+        """Nothing when the cache has lost the block's predecessor."""
         known = self._cache.match([block_hash])
         self._pool.incref(known)
         self._pool.decref([block])

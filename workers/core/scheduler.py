@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.core.fairness import ServiceCounters
 from headrace.core.predictor import StepPredictor, StepShape
-from headrace.core.records import FinishReason, WorkerLoad
+from headrace.core.records import CacheChange, FinishReason, WorkerLoad
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
 from workers.core.blocks import BlockPool
@@ -37,6 +37,8 @@ _PACE_STEPS = 32
 """Steps between looks at how fast work goes."""
 _PACE_TOKENS = 256
 _UNLEARNED_STEPS = 8
+_MOST_CHANGES = 16_384
+"""Of the cache, told at once."""
 
 
 class Scheduler(Selection):
@@ -174,7 +176,18 @@ class Scheduler(Selection):
             total_blocks=self._pool.num_blocks,
             step_age_s=0.0 if self._flight is None else max(0.0, now - self._flight.since),
             step_s=self._step_s,
+            cache_epoch=self._cache.log.epoch,
+            cache_seq=self._cache.log.seq,
         )
+
+    def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
+        """What a reader of the cache's changes who stands there lacks, or a part of it; None: nothing."""
+        log = self._cache.log
+        return None if (epoch, seq) == (log.epoch, log.seq) else log.changes(epoch, seq, _MOST_CHANGES)
+
+    def clear_cache(self, tenant: str | None) -> None:
+        """Forget what is cached for the tenant, or for all (None)."""
+        self._cache.clear(tenant)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start."""
