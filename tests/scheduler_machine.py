@@ -85,6 +85,7 @@ changes = st.fixed_dictionaries(
         "host_blocks": st.sampled_from([0, 0, 3, 20]),
         "min_progress_tokens": st.sampled_from([0, 1, 4]),
         "route_when_preempted": st.booleans(),
+        "tenant_cache_share": st.sampled_from([1.0, 1.0, 0.3, 0.0]),
         "lost_deadline": st.sampled_from(["reject", "best_effort"]),
         "itl_target_s": st.sampled_from([0.0, 0.6, 0.8, 1.2]),
     }
@@ -330,6 +331,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for key in self.world.scheduler.expire(self.world.now):
             assert self.world.seen[key].finish_reason is FinishReason.DEADLINE
             self.end(key, "expired")
+
+    @rule(tenant=st.sampled_from(["a", "b", None]))
+    def clear_cache(self, tenant: str | None) -> None:
+        self.world.scheduler.clear_cache(tenant)
+        assert not self.world.cache.tenants[tenant] if tenant else not len(self.world.cache)
 
     # ---- laws
 

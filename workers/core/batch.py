@@ -190,6 +190,16 @@ class DecodeBatch:
         n = len(self.requests)
         return int(np.maximum(self.expected_at[:n] - self.num_tokens[:n], 0).sum())
 
+    def context_tokens(self) -> int:
+        """Tokens that the rows attend to."""
+        return int(self.num_tokens[: len(self.requests)].sum())
+
+    def expected_tokens(self) -> int:
+        """Output tokens that the rows are still expected to yield, see `Request.expected_output_tokens`."""
+        n = len(self.requests)
+        left = self.expected_at[:n] - self.num_tokens[:n]
+        return int(np.where(left > 0, left, self.ends_at[:n] - self.num_tokens[:n]).sum())
+
     def check_integrity(self) -> None:
         """Raises InvariantError unless the columns say what the requests say."""
         for row, request in enumerate(self.requests):

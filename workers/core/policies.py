@@ -51,8 +51,14 @@ class Pace:
     """How fast work goes here, for scores and outlooks; `known`: from measurement, not assumed."""
 
     prefill_token_s: float = 0.001
+    prefill_pair_s: float = 0.0
+    """Beyond that, for each token of a prompt and each token before it."""
     decode_token_s: float = 0.0
     known: bool = False
+
+    def block_ms(self, block_size: int, index: int) -> float:
+        """Prefill time of the block at this place of a prompt."""
+        return 1000.0 * block_size * (self.prefill_token_s + self.prefill_pair_s * block_size * index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from headrace.errors import InvariantError
 from headrace.ids import RequestKey
 from workers.core.admission import QueueAdmission
 from workers.core.batch import DecodeBatch
+from workers.core.following import Following
 from workers.core.request import Request, State, advance
 from workers.core.waiting import WaitingLine
 
@@ -32,6 +33,7 @@ class Queues:
         self._admission = admission
         self.line = line
         """Prefills that hold nothing yet."""
+        self.following = Following(line)
         self.batch = batch
         """Decodes."""
         self.adopting: OrderedDict[RequestKey, Request] = OrderedDict()
@@ -48,6 +50,8 @@ class Queues:
         """Requests whose client asks a tool; they may hold blocks, and compute nothing."""
         self.lacking_blocks: Request | None = None
         """The prefill that was to start in the last step planned, and found too few blocks."""
+        self.cached_tokens = 0
+        """Of waiting prefills: what the cache had for them when they came."""
         self.waiting_tokens = 0
         """Uncomputed tokens of the line and of preempted requests."""
 
@@ -66,10 +70,13 @@ class Queues:
                 self._dict(request)[request.key] = request
         if self._counts(request):
             self.waiting_tokens += request.num_tokens
+            self.cached_tokens += request.known_cached if request.state is State.WAITING else 0
 
     def move(self, request: Request, to: State, now: float) -> None:
         """Raises InvariantError on an illegal edge."""
         self._take(request)
+        if request.state is State.PREFILLING:
+            self.following.left(request)
         if request.state is State.WAITING:
             self._admission.started(request.key, now)
         advance(request, to, now)
@@ -137,8 +144,11 @@ class Queues:
                 raise InvariantError("a queue is out of arrival order")
         if self.waiting_tokens != sum(r.num_tokens for r in [*self.line.requests.values(), *self.preempted]):
             raise InvariantError("the count of waiting tokens is wrong")
+        if self.cached_tokens != sum(r.known_cached for r in self.line.requests.values()):
+            raise InvariantError("the count of waiting tokens that are cached is wrong")
         self._admission.check_integrity(len(self.line) + len(self.fetching), len(self.adopting), len(seen))
         self.batch.check_integrity()
+        self.following.check_integrity()
 
     @staticmethod
     def _counts(request: Request) -> bool:
@@ -157,9 +167,12 @@ class Queues:
     def _take(self, request: Request) -> None:
         if self._counts(request):
             self.waiting_tokens -= request.num_tokens
+            self.cached_tokens -= request.known_cached if request.state is State.WAITING else 0
         match request.state:
             case State.WAITING if _in_line(request):
                 self.line.discard(request)
+                if request.follows:
+                    self.following.drop(request)
             case State.DECODING:
                 self.batch.remove(request)
             case State.PREFILLING | State.PREEMPTED:

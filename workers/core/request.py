@@ -154,6 +154,10 @@ class Request:
     """Of the feedback queue."""
     row: int = field(default=-1, init=False)
     """Place in the batch of decodes, -1 outside."""
+    follows: bool = field(default=False, init=False)
+    """Waits for what another prefill computes, see `workers.core.following`."""
+    known_cached: int = field(default=0, init=False)
+    """Tokens that the cache had for it when it came."""
     late: bool = field(default=False, init=False)
     """Cannot meet its deadline any more, and is served all the same: after everybody else."""
     priority_reason: str = field(default="arrival", init=False)

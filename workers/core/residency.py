@@ -131,6 +131,10 @@ class Residency:
         self._hash(request, full)
         return request.block_hashes[full - 1]
 
+    def hash_all(self, request: Request) -> None:
+        """Names all full blocks of the request's tokens."""
+        self._hash(request, request.num_tokens // self._pool.block_size)
+
     def hash_ahead(self, request: Request) -> None:
         """Names the full blocks of a request that decodes, so that `publish` has them when it leaves."""
         if not request.no_cache:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from headrace.core.fairness import ServiceCounters
-from headrace.core.records import FinishReason
+from headrace.core.records import CacheChange, FinishReason
 from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
 from workers.core.admission import QueueAdmission
@@ -68,6 +68,8 @@ class Roster:
         """Prefixes on their way here; the shell reads them."""
         self._pins = FetchPins(pool, cache)
         self._pace = Pace()
+        pool.idle.quota = int(settings.tenant_cache_share * pool.num_blocks)
+        cache.saved_ms = lambda index: self._pace.block_ms(settings.block_size, index)
         self._policy = Policy(settings, self._pace, service)
         self._preemption = Preemption(settings, pool, self._pace, self._policy)
         self._host = HostBlocks(settings.host_blocks)
@@ -250,6 +252,26 @@ class Roster:
         if (request := self.requests.get(key)) is not None:
             request.pinned = False
 
+    # ---- the cache
+
+    def clear_cache(self, tenant: str | None) -> int:
+        """Forget what is cached for a tenant, or for all (None). Returns how many blocks.
+
+        Blocks in use go when their requests leave them; what such requests have computed, or have on the host, never
+        enters the cache again.
+        """
+        for request in self.requests.values():
+            if tenant not in (None, request.tenant):
+                continue
+            if request.block_ids or request.host is not None:
+                self._queues.following.left(request)
+                request.no_cache = True
+        return self._cache.clear(tenant)
+
+    def cache_changes(self, since_epoch: int, since_seq: int, most: int = 1 << 14) -> CacheChange:
+        """See `CacheLog.changes`."""
+        return self._cache.log.changes(since_epoch, since_seq, most)
+
     # ---- looking
 
     @property
@@ -265,6 +287,17 @@ class Roster:
         }
         held |= self.fetches.holders() | self._pins.holders()
         return held | {f"quarantine {name}": n for name, n in self._pool.quarantine_holders().items()}
+
+    def unfilled_slots(self) -> int:
+        """Token slots of requests' blocks that nothing is computed for; less than a block for each that computes, and
+        what adoptions await."""
+        size = self._pool.block_size
+        return sum(len(r.block_ids) * size - r.computed_tokens for r in self.requests.values() if r.block_ids)
+
+    def fragmentation(self) -> float:
+        """Share of the token slots of used blocks that are not filled. A shared block counts once."""
+        used = self._pool.used_blocks * self._pool.block_size
+        return min(1.0, self.unfilled_slots() / used) if used else 0.0
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless blocks, references, cache entries and queues agree. O(blocks + tokens held)."""
@@ -308,6 +341,8 @@ class Roster:
         self.requests[request.key] = request
         self.admission.enter(request, engine_s, now)
         request.fetching = bool(request.fetch_blocks) and self._begin_fetch(request, now)
+        if not request.adopted:
+            request.known_cached = self._residency.cached_tokens(request)
         self._queues.add(request, now)
         request.traced = self._journal.samples(request.request_id)
         if request.traced:

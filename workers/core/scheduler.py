@@ -12,6 +12,8 @@ reference to a Request whose ledger it wants. Does not: read clocks, sample, mov
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headrace.core.fairness import ServiceCounters
@@ -36,6 +38,7 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 _PACE_STEPS = 32
 """Steps between looks at how fast work goes."""
 _PACE_TOKENS = 256
+_PACE_CONTEXT = 2048
 _UNLEARNED_STEPS = 8
 _MOST_CHANGES = 16_384
 """Of the cache, told at once."""
@@ -53,7 +56,6 @@ class Scheduler(Selection):
     ) -> None:
         super().__init__(settings, pool, cache, predictor, service or ServiceCounters(), tracing)
         self._steps = 0
-        self._step_s = 0.0
         self._unlearned: list[tuple[StepShape, float]] = []
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -178,6 +180,11 @@ class Scheduler(Selection):
             step_s=self._step_s,
             cache_epoch=self._cache.log.epoch,
             cache_seq=self._cache.log.seq,
+            queue_s=self._queue_s(),
+            decode_rows=len(self._batch),
+            decode_context=self._batch.context_tokens(),
+            expected_output_tokens=self._batch.expected_tokens(),
+            eviction_ms_per_block=self._pool.idle.next_ms(),
         )
 
     def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
@@ -189,13 +196,30 @@ class Scheduler(Selection):
         """Forget what is cached for the tenant, or for all (None)."""
         self._cache.clear(tenant)
 
+    def _queue_s(self) -> float:
+        """Predicted time of the prefills that wait or run, without what others compute for them just now, and without
+        what the cache had for them when they came."""
+        queues = self._queues
+        running = sum(request.uncomputed_tokens for request in queues.prefilling)
+        for request in queues.fetching.values():
+            running += max(1, request.num_tokens - request.fetch_blocks * self._settings.block_size)
+        known = queues.cached_tokens + queues.following.shared_tokens
+        return max(0, queues.waiting_tokens - known + running) * self._pace.prefill_token_s
+
     def stats(self) -> dict[str, int]:
-        """Counters since the start."""
+        """Counters since the start, and last what the used blocks waste now."""
         return self.counters | {
             "steps": self._steps,
             "prefix_lookups": self._residency.prefix_lookups,
             "cached_tokens_hit": self._residency.cached_tokens_hit,
+            "partial_tokens_hit": self._residency.partial_tokens_hit,
+            "saved_prefill_ms": int(self._residency.saved_prefill_ms),
+            "cow_copies": self._residency.cow_copies,
+            "followed": self._queues.following.followed,
             "evictions": self._pool.evictions,
+            "evicted_ms": int(self._pool.idle.evicted_ms),
+            "unfilled_slots": self.unfilled_slots(),
+            "unfilled_permille": int(1000 * self.fragmentation()),
         }
 
     # ---- when a step is planned, and when it is over
@@ -266,6 +290,7 @@ class Scheduler(Selection):
         request.ledger.computed_tokens += num_tokens
         self.counters["recomputed_tokens"] += max(0, min(end, request.lost_tokens) - start)
         self._residency.publish(request, to_the_end=end == request.num_tokens)
+        self._queues.following.moved_on(request)
         if request.clock.stage is Stage.PREEMPTED and end >= request.lost_tokens:
             before_first = request.first_token_at is None and not request.adopted
             request.clock.enter(Stage.PREFILL if before_first else Stage.DECODE, now)
@@ -309,6 +334,9 @@ class Scheduler(Selection):
         rows = max(1, len(self._batch))
         decodes = StepShape(rows, int(self._batch.num_tokens[:rows].sum()), 0, 0, 0, rows)
         chunk = StepShape(0, 0, 1, _PACE_TOKENS, _PACE_TOKENS * _PACE_TOKENS // 2, 1)
-        self._pace.prefill_token_s = predictor.predict_s(chunk) / _PACE_TOKENS
+        later = replace(chunk, prefill_context=chunk.prefill_context + _PACE_TOKENS * _PACE_CONTEXT)
+        chunk_s = predictor.predict_s(chunk)
+        self._pace.prefill_token_s = chunk_s / _PACE_TOKENS
+        self._pace.prefill_pair_s = max(0.0, predictor.predict_s(later) - chunk_s) / (_PACE_TOKENS * _PACE_CONTEXT)
         self._pace.decode_token_s = predictor.predict_s(decodes)
         self._pace.known = True

@@ -49,6 +49,8 @@ class Selection(Suspension):
     ) -> None:
         super().__init__(settings, pool, cache, service, tracing)
         self._predictor = predictor
+        self._step_s = 0.0
+        """What the last step took."""
         self._floor = 0.0
         self._joining = 0
         self._in_vain: Request | None = None
@@ -60,6 +62,8 @@ class Selection(Suspension):
 
     def _select(self, step_id: int, now: float) -> Packing:
         """The next step's rows; empty when nobody can compute."""
+        if self._queues.following:
+            self._queues.following.release_stalled(now, self._step_s)
         self._refuse_lost(now)
         self._make_room_for_class(now)
         packing = Packing(step_id, self._settings, self._predictor, self._floor_tokens())
@@ -78,6 +82,8 @@ class Selection(Suspension):
         if not self._queues.num_computing:
             return
         for request in self._queues.line.lost(now, self._residency.cached_tokens):
+            if request.state is not State.WAITING:
+                continue  # it was named twice
             if self._settings.lost_deadline == "reject":
                 self.counters["deadline_lost"] += 1
                 self.refused.append((request.key, "deadline_lost"))
@@ -290,6 +296,8 @@ class Selection(Suspension):
         """Who starts next: preempted requests before others of their class, and nobody before an older adoption."""
         queues, policy = self._queues, self._policy
         best = queues.line.best(now) if self._may_join(now) else None
+        while best is not None and self._follow(best):
+            best = queues.line.best(now)
         if best is not None and queues.adoption_before(best):
             best = None
         if not queues.preempted:
@@ -300,6 +308,14 @@ class Selection(Suspension):
         if best is None or not policy.terms.by_class or best.priority >= back.priority:
             return back
         return best if policy.total(best, now) > policy.total(back, now) else back
+
+    def _follow(self, request: Request) -> bool:
+        """A running prefill computes what the request needs next: it waits for that, out of the way."""
+        following = self._queues.following
+        if not following.has_leaders or request.no_cache:
+            return False
+        self._residency.hash_all(request)
+        return following.follow(request, self._settings.block_size, by_class=self._policy.terms.by_class)
 
     def _start(self, packing: Packing, request: Request, now: float) -> bool:
         """KV admission and the first chunk; False and no change when blocks, tokens or time do not allow it."""
@@ -332,6 +348,9 @@ class Selection(Suspension):
         if copy is not None:
             self._swap_in(packing, request, copy, now)
         self._queues.move(request, State.PREFILLING, now)
+        if not request.no_cache:
+            self._residency.hash_all(request)
+            self._queues.following.lead(request, self._settings.block_size, now)
         if request.computed_tokens:
             # What the cache or the host gave back may have made the chunk smaller, never larger than was asked for.
             num_tokens = max(1, packing.chunk(request))

@@ -75,6 +75,8 @@ class SchedulingOptions:
     """What keeps a request from being preempted whose output is almost complete, at most."""
     deadline_penalty_ms: float = 2000.0
     """What keeps a request from being preempted that would miss its deadline for it."""
+    tenant_cache_share: float = 1.0
+    """Share of the blocks that a tenant may have idle in the prefix cache before its own go first; 1: no quota."""
     route_when_preempted: bool = False
     """There are other workers of this role: a victim that has received little goes there instead of waiting here."""
 
@@ -122,6 +124,8 @@ class SchedulerSettings(SchedulingOptions):
             raise ValueError("max_decode_rows must be from 0 to max_num_seqs")
         if not 0.0 <= self.min_prefill_share <= 1.0:
             raise ValueError("min_prefill_share must be from 0 to 1")
+        if not 0.0 <= self.tenant_cache_share <= 1.0:
+            raise ValueError("tenant_cache_share must be from 0 to 1")
         if not 0.0 < self.itl_quantile < 1.0:
             raise ValueError("itl_quantile must be between 0 and 1")
         if self.lost_deadline not in ("reject", "best_effort"):
