@@ -12,6 +12,7 @@ import pytest
 
 from headrace.core.records import FinishReason
 from tests.core_world import World, make_settings
+from tests.prefix_trees import random_tree
 from tests.scheduler_laws import check_blocks
 from workers.core.request import Request, State
 from workers.core.settings import SchedulerSettings
@@ -38,24 +39,15 @@ def random_settings(rng: Random) -> tuple[SchedulerSettings, int]:
     return settings, num_blocks
 
 
-def random_tree(rng: Random, most: int) -> list[list[int]]:
-    """Prompts; each but the first goes on from a cut of an earlier one, often at the edge of a block."""
-    prompts: list[list[int]] = []
-    for _ in range(rng.randrange(3, 12)):
-        stem = rng.choice(prompts) if prompts and rng.random() < 0.9 else []
-        edge = B * rng.randrange(1, 5) + rng.choice([-1, 0, 1])
-        cut = min(len(stem), rng.choice([edge, len(stem), rng.randrange(len(stem) + 1)]))
-        grown = rng.choice([0, 1, B - 1, B, B + 1, 2 * B, rng.randrange(1, 10)])
-        tail = [rng.randrange(1, 4) for _ in range(grown)]
-        prompts.append((stem[:cut] + tail)[: most - 8] or [1])
-    return prompts
-
-
 def run_tree(seed: int) -> World:
     rng = Random(seed)
     settings, num_blocks = random_settings(rng)
     world = World(settings, num_blocks=num_blocks, vocab=12)
-    coming = [prompt for prompt in random_tree(rng, settings.max_model_len) for _ in range(rng.choice([1, 1, 2, 4]))]
+    coming = [
+        prompt
+        for prompt in random_tree(rng, B, settings.max_model_len - 8, range(1, 4))
+        for _ in range(rng.choice([1, 1, 2, 4]))
+    ]
     roots = {"a": b"a" * 16, "b": b"b" * 16}
     while coming or world.scheduler.requests:
         while coming and rng.random() < 0.6:
