@@ -128,7 +128,8 @@ class Hub:
     def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
         """What has changed in the cache since that position; None: nothing."""
         with self.engine.lock:
-            return self._scheduler.cache_changes(epoch, seq)
+            change = self._scheduler.cache_changes(epoch, seq)
+        return None if (change.epoch, change.to_seq) == (epoch, seq) else change
 
     def clear_cache(self, tenant: str | None) -> None:
         """Forgets what is cached for the tenant, or for all (None), in every tier."""

@@ -77,7 +77,7 @@ def test_a_fetched_prefix_is_not_computed_and_changes_no_token(make_lane: MakeLa
             await w.assert_drained()
             # 2. they are in the reader's own cache now: nothing is left to fetch
             answer = await w[reader].ask(PROMPT, source=w.address(holder))
-            assert answer.done is not None and answer.done.ledger.cached_tokens == 160
+            assert answer.done is not None and answer.done.ledger.cached_tokens >= 160
             assert w.counters(reader)["fetches"] == 1
             await w.assert_drained()
 

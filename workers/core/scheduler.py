@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.core.fairness import ServiceCounters
 from headrace.core.predictor import StepPredictor, StepShape
-from headrace.core.records import CacheChange, FinishReason, WorkerLoad
+from headrace.core.records import FinishReason, WorkerLoad
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
 from workers.core.blocks import BlockPool
@@ -40,8 +40,6 @@ _PACE_STEPS = 32
 _PACE_TOKENS = 256
 _PACE_CONTEXT = 2048
 _UNLEARNED_STEPS = 8
-_MOST_CHANGES = 16_384
-"""Of the cache, told at once."""
 
 
 class Scheduler(Selection):
@@ -186,15 +184,6 @@ class Scheduler(Selection):
             expected_output_tokens=self._batch.expected_tokens(),
             eviction_ms_per_block=self._pool.idle.next_ms(),
         )
-
-    def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
-        """What a reader of the cache's changes who stands there lacks, or a part of it; None: nothing."""
-        log = self._cache.log
-        return None if (epoch, seq) == (log.epoch, log.seq) else log.changes(epoch, seq, _MOST_CHANGES)
-
-    def clear_cache(self, tenant: str | None) -> None:
-        """Forget what is cached for the tenant, or for all (None)."""
-        self._cache.clear(tenant)
 
     def _queue_s(self) -> float:
         """Predicted time of the prefills that wait or run, without what others compute for them just now, and without
