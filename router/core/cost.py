@@ -30,8 +30,6 @@ TERMS = (
 NUM_TERMS = len(TERMS)
 (QUEUE, MEMORY_WAIT, PREFILL_WORK, RESTORE, FETCH, TRANSFER, DECODING, INTERFERENCE) = range(8)
 (CONTENTION, PRESSURE, EVICTION, DUPLICATION, SESSION, ADAPTER, TOPOLOGY, DEADLINE) = range(8, NUM_TERMS)
-NUM_FIRST_TOKEN_TERMS = FETCH + 1
-"""The first so many terms are together the predicted time to the first token, but for the queue's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +135,35 @@ def prefill_terms(
     n, steps = len(depths), table.steps
     cached = depths[None] if fetched is None else np.stack([depths, depths + fetched])
     start = np.minimum(cached * table.block_sizes, work.num_tokens - 1)
-    compute, alone = steps.prefill_ms(work.num_tokens - start, start)
+    tokens = work.num_tokens - start
+    compute, alone = steps.prefill_ms(tokens, start)
     terms = np.zeros((NUM_TERMS, *compute.shape))
     terms[QUEUE] = settings.queue_weight * table.queue_ms[:n]
     terms[MEMORY_WAIT] = held.wait_ms
-    terms[PREFILL_WORK] = settings.prefill_weight * compute
+    terms[PREFILL_WORK] = compute
     terms[RESTORE] = table.restore_ms[:n] * (settings.restored_share * depths)
     if fetch_ms is not None:
         terms[FETCH, 1] = fetch_ms
     terms[INTERFERENCE] = settings.interference_weight * table.rows[:n] * np.maximum(compute - alone, 0.0)
-    later = min(settings.most_contention, work.busy / max(1.0 - work.busy, 1e-3))
+    later = work.busy / max(1.0 - work.busy, 1e-3)
+    later = min(max(later, settings.least_contention), settings.most_contention)
     terms[CONTENTION] = settings.contention_weight * later * compute
     terms[EVICTION] = held.eviction_ms
     copied = np.maximum(work.best_depth - depths, 0)
-    terms[DUPLICATION] = settings.duplication_weight * copied * table.eviction_ms[:n]
+    again = np.maximum(work.best_depth - cached, 0) * table.block_sizes / np.maximum(tokens, 1)
+    terms[DUPLICATION] = settings.redundant_weight * np.minimum(again, 1.0) * compute
+    terms[DUPLICATION] += settings.duplication_weight * copied * table.eviction_ms[:n]
     if affinity.session is not None:
         terms[SESSION] = settings.session_ms
         terms[SESSION, :, affinity.session] = 0.0
     if affinity.adapter is not None:
         terms[ADAPTER] = settings.adapter_ms * ~affinity.adapter
     if work.time_left_ms is not None:
-        first = terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0)
-        terms[DEADLINE] = settings.deadline_weight * np.maximum(first - work.time_left_ms, 0.0)
+        late = first_token_ms(terms, settings) - work.time_left_ms
+        terms[DEADLINE] = settings.deadline_weight * np.maximum(late, 0.0)
     return terms
+
+
+def first_token_ms(terms: Floats, settings: RoutingSettings) -> Floats:
+    """[...] the predicted time to the first token, of weighted terms [NUM_TERMS, ...]."""
+    return np.asarray(terms[QUEUE] / settings.queue_weight + terms[MEMORY_WAIT : FETCH + 1].sum(axis=0))

@@ -125,6 +125,8 @@ class Plans:
     """[n] blocks that each worker holds."""
     fetched: Ints | None
     """[n] blocks that row 1 fetches."""
+    readable: Ints
+    """[n] blocks that can be fetched from each."""
 
 
 def plan_all(
@@ -132,19 +134,20 @@ def plan_all(
     lanes: Lanes,
     part: Eligible,
     depths: Ints,
+    readable: Ints | None,
     work: Work,
     settings: RoutingSettings,
     affinity: Affinity,
-    may_fetch: bool,
 ) -> Plans:
-    """depths: [n] over the slots ever used."""
+    """depths: [n] over the slots ever used; readable: [n] of these blocks, those that can be fetched from there now;
+    None: no fetches."""
     n = len(depths)
     starts = part.prefill | part.whole
     holder = part.holder & (depths > 0)
     usable, fetched, fetch_ms = (starts | holder)[None], None, None
     block_ms = lanes.block_ms(table.lane[:n], table.num_lanes)
-    if may_fetch and work.best_depth >= settings.least_fetch_blocks:
-        more = _best_on_lane(table, depths) - depths
+    if readable is not None and work.best_depth >= settings.least_fetch_blocks:
+        more = _best_on_lane(table, readable) - depths
         has_more = starts & (more >= settings.least_fetch_blocks)
         if has_more.any():
             fetched = more
@@ -166,14 +169,14 @@ def plan_all(
         size = table.block_sizes
         left = np.minimum(np.maximum(work.num_tokens - depths * size, 1), settings.chunk_tokens)
         terms[TRANSFER] = part.prefill * (-(-left // size) * block_ms)
-    return Plans(terms, usable, depths, fetched)
+    return Plans(terms, usable, depths, fetched, depths if readable is None else readable)
 
 
-def holder_of(table: FleetTable, depths: Ints, slot: int) -> int:
-    """The least busy of the workers on that slot's lane that hold most."""
-    n = len(depths)
+def holder_of(table: FleetTable, readable: Ints, slot: int) -> int:
+    """The least busy of the workers on that slot's lane that most can be fetched from."""
+    n = len(readable)
     able = np.flatnonzero(table.live[:n] & (table.lane[:n] == table.lane[slot]))
-    deepest = able[depths[able] == depths[able].max()]
+    deepest = able[readable[able] == readable[able].max()]
     return int(deepest[table.queue_ms[deepest].argmin()])
 
 

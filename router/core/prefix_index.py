@@ -201,6 +201,32 @@ class PrefixIndex:
                 ending ^= 1 << slot
         return depths[:num_slots]
 
+    def told(self, keys: Sequence[int], depths: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`depths` of `lookup`, less blocks that are only expected: what can be read from each worker now. Exact for
+        the workers that have most on their lane; `lanes`: one a slot.
+        """
+        held, best = depths, dict[int, int]()
+        for slot in np.argsort(-depths, kind="stable").tolist():
+            high, lane = int(depths[slot]), int(lanes[slot])
+            if not high:
+                break
+            low = best.get(lane, 0)
+            if high < low:
+                continue
+            known = self._slots[slot]
+            if known.expected and keys[high - 1] not in known.keys:
+                at = 0
+                while high - at > 1:
+                    middle = (at + high) // 2
+                    if keys[middle - 1] in known.keys:
+                        at = middle
+                    else:
+                        high = middle
+                held = held.copy() if held is depths else held
+                held[slot] = high = at
+            best[lane] = max(low, high)
+        return held
+
     def holders(self, key: int) -> list[int]:
         """Slots whose workers have, or are expected to make, this block."""
         mask = self._masks.get(key, 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
-from router.core.cost import NUM_FIRST_TOKEN_TERMS, PREFILL_WORK, TERMS, Affinity, Mask, Work
+from router.core.cost import TERMS, Affinity, Mask, Work, first_token_ms
 from router.core.decision import KINDS, Candidates, Decision, Fetch, PlanKind, RouteAsk
 from router.core.fleet_table import DECODE, Booking, FleetTable
 from router.core.lanes import Lanes
@@ -139,9 +139,10 @@ class Router:
             part = part.only(int(pool[place]))
         best_depth = int((depths * ready).max(initial=0))
         work = self._work(ask, best_depth)
-        plans = plan_all(table, self.lanes, part, depths, work, self.settings, self._affinity(ask), is_cost)
+        readable = self.index.told(ask.keys, depths, table.lane) if is_cost else None
+        plans = plan_all(table, self.lanes, part, depths, readable, work, self.settings, self._affinity(ask))
         costs = np.where(plans.usable, plans.terms.sum(axis=0), np.inf).ravel()
-        return self._decide(part, plans, costs, lowest(costs, self._chance), best_depth, part.reason)
+        return self._decide(part, plans, costs, lowest(costs, self._chance), best_depth, ask.num_tokens, part.reason)
 
     def choose_decode(self, ask: RouteAsk, source: WorkerKey, now: float) -> Decision | None:
         """The decode worker for a prefill that has started at `source` (SPEC E7); None when there is none."""
@@ -164,8 +165,8 @@ class Router:
             slots = np.flatnonzero(pool)
             place = choose_by(self.policy, queued_tokens(table, slots), depths[slots], self._turn, self._chance)
             slot = int(slots[place])
-        plans = Plans(terms[:, None], pool[None], depths, None)
-        return self._decide(None, plans, costs, slot, best_depth, "late")
+        plans = Plans(terms[:, None], pool[None], depths, None, depths)
+        return self._decide(None, plans, costs, slot, best_depth, ask.num_tokens, "late")
 
     def can_place(self, mode: Mode, most_tokens: int) -> bool:
         """Whether there is a plan for a request that may need so many tokens of KV."""
@@ -236,7 +237,7 @@ class Router:
         slot = self.table.slot(decision.worker)
         if slot is not None and predicted > 0.0:
             self.table.steps.observe(slot, realised_ttft_ms / predicted)
-        quickest = decision.candidates.terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0).min()
+        quickest = first_token_ms(decision.candidates.terms.astype(np.float64), self.settings).min()
         regret = max(0.0, realised_ttft_ms - float(quickest))
         self.regret_ms += regret
         return regret
@@ -307,17 +308,27 @@ class Router:
         self._busy += (1.0 - 0.5 ** (passed / self.settings.busy_half_life_s)) * (share - self._busy)
 
     def _decide(
-        self, part: Eligible | None, plans: Plans, costs: Floats, chosen: int, best_depth: int, reason: str
+        self,
+        part: Eligible | None,
+        plans: Plans,
+        costs: Floats,
+        chosen: int,
+        best_depth: int,
+        num_tokens: int,
+        reason: str,
     ) -> Decision:
         """`chosen`: a place in `costs`, which is [k * n]; `part`: None for a decode worker."""
         table, n = self.table, len(plans.depths)
         row, slot = divmod(chosen, n)
         held = int(plans.depths[slot])
         fetched = int(plans.fetched[slot]) if row and plans.fetched is not None else 0
-        fetch = Fetch(table.key(holder_of(table, plans.depths, slot)), held + fetched) if fetched else None
+        fetch = Fetch(table.key(holder_of(table, plans.readable, slot)), held + fetched) if fetched else None
         kind = PlanKind.DECODE if part is None else KINDS[int(part.kinds(np.array([slot]))[0]) + row]
         terms = plans.terms[:, row, slot]
-        compute_ms = float(terms[PREFILL_WORK]) / (self.settings.prefill_weight or 1.0)
+        booked_ms = 0.0
+        if part is not None:
+            start = min((held + fetched) * int(table.block_size[slot]), num_tokens - 1)
+            booked_ms = table.steps.share_ms(slot, num_tokens - start, start)
         return Decision(
             kind=kind,
             worker=table.key(slot),
@@ -328,8 +339,8 @@ class Router:
             terms=tuple(terms.tolist()),
             held_blocks=held,
             cached_blocks=held + fetched,
-            predicted_ttft_ms=float(terms[:NUM_FIRST_TOKEN_TERMS].sum()),
-            booked_ms=compute_ms,
+            predicted_ttft_ms=float(first_token_ms(terms, self.settings)),
+            booked_ms=booked_ms,
             diverged_at_block=best_depth,
             candidates=self._keep(part, plans, costs),
         )

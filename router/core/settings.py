@@ -10,16 +10,21 @@ class RoutingSettings:
     """Of one gateway. `*_weight`: on a term of `router.core.cost.TERMS`; `*_ms`: the price of a preference missed."""
 
     queue_weight: float = 1.0
-    prefill_weight: float = 1.0
+    """Above 0. That of the prefill is 1.0: the others are relative to it."""
     decode_weight: float = 1.0
     interference_weight: float = 1.0
     contention_weight: float = 1.0
+    least_contention: float = 0.1
     most_contention: float = 4.0
-    """Most later milliseconds that one of prefill is taken to cost."""
+    """Bounds of the later milliseconds that one of prefill is taken to cost."""
     pressure_weight: float = 1.0
     eviction_weight: float = 1.0
     duplication_weight: float = 0.25
     """Share of the copied blocks' price; a hot prefix earns its copies back."""
+    redundant_weight: float = 0.5
+    """Price of a millisecond of prefill that makes blocks which another worker has, or is about to make: a wait of that
+    much more is borne before a prefix is computed twice, so that a burst of siblings does not do so everywhere.
+    """
     deadline_weight: float = 10.0
     """Milliseconds that one of lateness is worth."""
     session_ms: float = 1.0

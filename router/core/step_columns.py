@@ -133,6 +133,11 @@ class StepColumns:
         total += self.pair_ms[:count] * (tokens * (start + 0.5 * tokens)) + self.prompt_ms[:count]
         return total, steps * self.step_ms[:count]
 
+    def share_ms(self, slot: int, tokens: int, start: int) -> float:
+        """What those tokens add to the work ahead of others there: they share full steps with other prompts."""
+        steps = tokens / self._chunk * (self.chunk_ms[slot] + self.beside_ms[slot])
+        return float(steps + self.pair_ms[slot] * tokens * (start + 0.5 * tokens))
+
     def _usual_pace(self) -> float:
         paces = [pace for pace in self._pace.values() if pace]
         return float(np.exp(np.mean(np.log(paces)))) if paces else 1.0

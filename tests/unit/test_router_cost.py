@@ -28,7 +28,7 @@ def costs(row_ms: float = 1.0, context_ms: float = 0.0) -> tuple[float, ...]:
 
 
 IDLE = WorkerLoad(free_blocks=1000, total_blocks=1000, step_costs=costs())
-NO_FETCH = RoutingSettings(least_fetch_blocks=1000)
+NO_FETCH = RoutingSettings(least_fetch_blocks=1000, redundant_weight=0.0)
 FULL = replace(IDLE, free_blocks=0, evictable_blocks=1000)
 
 
@@ -169,7 +169,7 @@ def test_contention_makes_work_dearer_than_waiting_when_the_fleet_is_busy() -> N
     made = router(NO_FETCH, c0=replace(IDLE, queue_s=0.6), c1=replace(IDLE, queue_s=0.1))
     hold(made, "c0", 40)
     decision = choose(made)
-    assert decision.worker == key("c1") and terms(made, decision, "contention") == {"c0": 0.0, "c1": 0.0}
+    assert decision.worker == key("c1") and terms(made, decision, "contention") == {"c0": 59.8, "c1": 99.8}
     decision = choose(made, now=1000.0)
     assert decision.worker == key("c0")
     assert terms(made, decision, "contention") == {"c0": 4 * 598.0, "c1": 4 * 998.0}
@@ -200,6 +200,17 @@ def test_duplication_decides_where_copies_would_displace_others() -> None:
     decision = choose(made)
     assert decision.worker == key("c0") and terms(made, decision, "duplication") == {"c0": 0.0, "c1": 250.0}
     made = router(replace(NO_FETCH, duplication_weight=0.0), **loads)
+    hold(made, "c0", 50)
+    assert choose(made).worker == key("c1")
+
+
+def test_duplication_prices_the_work_of_computing_a_prefix_twice() -> None:
+    loads = {"c0": replace(IDLE, queue_s=0.7), "c1": IDLE}
+    made = router(replace(NO_FETCH, redundant_weight=0.5), **loads)
+    hold(made, "c0", 50)
+    decision = choose(made)
+    assert decision.worker == key("c0") and terms(made, decision, "duplication") == {"c0": 0.0, "c1": 0.25 * 998.0}
+    made = router(NO_FETCH, **loads)
     hold(made, "c0", 50)
     assert choose(made).worker == key("c1")
 

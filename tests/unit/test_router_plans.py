@@ -175,12 +175,15 @@ def test_equal_workers_share_the_work_by_chance() -> None:
 
 def test_a_burst_of_siblings_prefills_its_prefix_once_or_twice() -> None:
     made = router(*(f"c{i}" for i in range(8)))
+    for i in range(8):
+        made.report(key(f"c{i}"), WorkerLoad(free_blocks=5000, total_blocks=5000))
+    prefix = tuple(range(1, 1001))
     cold = 0
     for i in range(64):
-        what = replace(ask(), request_id=str(i), keys=(*KEYS[:60], 1000 + i))
+        what = RouteAsk(str(i), 16_032, (*prefix, 10_000 + i), 16, 16)
         decision = made.choose(what, 0.0)
         assert decision is not None
-        cold += decision.cached_blocks < 60
+        cold += decision.cached_blocks < 1000
         made.book(decision, what, 0.0)
     assert cold <= 2
 
