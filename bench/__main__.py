@@ -79,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     route.add_argument("--workers", type=int, default=64, help="that the trace's requests are spread over")
     route.add_argument("--rounds", type=int, default=500, help="decisions")
     route.add_argument("--seed", type=int, default=1)
+    shared = commands.add_parser("prefix")
+    shared.add_argument("--address", default="127.0.0.1:50051")
+    shared.add_argument("--api-key", action="append", default=[], help="of a tenant; a second one measures isolation")
+    shared.add_argument("--prefix", type=int, default=2000, help="tokens")
+    shared.add_argument("--busy", type=int, default=4000, help="tokens of the prompt that keeps the holder busy")
+    shared.add_argument("--rounds", type=int, default=5)
+    shared.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
     return parser
 
 
@@ -112,6 +119,10 @@ def main() -> None:
         from bench import routing
 
         routing.run(args.trace, args.workers, args.rounds, args.seed)
+    elif args.name == "prefix":
+        from bench import prefix
+
+        prefix.run(args.address, args.api_key, args.prefix, args.busy, args.rounds, args.seed)
     elif args.name == "schedule":
         from bench.simulate import host, scenarios
 

@@ -14,7 +14,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from headrace.errors import Code, HeadraceError
 from headrace.v1 import inference_pb2 as pb
 
 SUFFIX_TOKENS = 16
+MOST_TRIES = 8
 SETTLE_S = 0.5
 """Between requests: load reports and cache events travel every 20 ms, and the last request's blocks are published."""
 
@@ -65,7 +66,7 @@ def _fetch(client: HeadraceClient, rng: random.Random, prefix_tokens: int, busy_
             prefix = _ids(rng, prefix_tokens)
             holder = _ask(client, prefix + _ids(rng, SUFFIX_TOKENS)).explanation.prefill_worker
             name = f"bench-{time.time_ns()}"
-            with _Busy(client, prefix + _ids(rng, busy_tokens)):
+            with _Busy(client, holder, rng, busy_tokens):
                 got = _ask(client, prefix + _ids(rng, SUFFIX_TOKENS), name, no_cache=not may_use_cache)
             (fetched if may_use_cache else computed).append(got.ttft_s)
             if may_use_cache:
@@ -90,21 +91,38 @@ def _tenants(clients: Sequence[HeadraceClient], rng: random.Random, prefix_token
 
 
 class _Busy:
-    """A long prompt on its way, from before the block to its end."""
+    """A long prompt of its own runs on the worker `holder`, and on no other, from before the block to its end.
 
-    def __init__(self, client: HeadraceClient, prompt: list[int]) -> None:
+    Where a prompt goes is the router's choice: prompts are sent until one has gone there, the others are cancelled.
+    """
+
+    def __init__(self, client: HeadraceClient, holder: str, rng: random.Random, tokens: int) -> None:
         self._client = client
-        self._prompt = prompt
-        self._name = f"busy-{time.time_ns()}"
+        self._holder = holder
+        self._rng = rng
+        self._tokens = tokens
+        self._running: dict[str, threading.Thread] = {}
 
     def __enter__(self) -> None:
-        self._thread = threading.Thread(target=_drain, args=(self._client, self._prompt, self._name))
-        self._thread.start()
-        time.sleep(SETTLE_S)
+        for number in range(MOST_TRIES):
+            name = f"busy-{time.time_ns()}-{number}"
+            thread = threading.Thread(target=_drain, args=(self._client, _ids(self._rng, self._tokens), name))
+            self._running[name] = thread
+            thread.start()
+            time.sleep(SETTLE_S)
+            rows = self._client.explain(name).decisions[0].candidates
+            if any(row.chosen and row.worker == self._holder for row in rows):
+                self._stop(other for other in list(self._running) if other != name)
+                return
+        raise SystemExit(f"none of {MOST_TRIES} prompts went to {self._holder}")
 
     def __exit__(self, *exc: object) -> None:
-        self._client.cancel(self._name)
-        self._thread.join()
+        self._stop(list(self._running))
+
+    def _stop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._client.cancel(name)
+            self._running.pop(name).join()
         time.sleep(SETTLE_S)
 
 
