@@ -41,7 +41,11 @@ class Work:
     output_tokens: int
     """Expected still."""
     best_depth: int
+    """Blocks that the best holder has, or is about to make."""
+    told_depth: int
     """Blocks that the best holder has."""
+    makers: int
+    """Workers that are making more than that."""
     busy: float
     """0..1, the share of time in which a prefill finds another one ahead of it."""
     time_left_ms: float | None = None
@@ -150,8 +154,12 @@ def prefill_terms(
     terms[CONTENTION] = settings.contention_weight * later * compute
     terms[EVICTION] = held.eviction_ms
     copied = np.maximum(work.best_depth - depths, 0)
-    again = np.maximum(work.best_depth - cached, 0) * table.block_sizes / np.maximum(tokens, 1)
-    terms[DUPLICATION] = settings.redundant_weight * np.minimum(again, 1.0) * compute
+    # Blocks that are being made elsewhere, and those that are there and could be fetched. Siblings that wait at m
+    # workers wait 1 / m each, so one maker more saves about 1 / m ** 2 of it.
+    soon = np.maximum(work.best_depth - np.maximum(cached, work.told_depth), 0)
+    made = np.maximum(work.told_depth - cached, 0)
+    again = (settings.sibling_weight * work.makers**2 * soon + settings.redundant_weight * made) * table.block_sizes
+    terms[DUPLICATION] = again / np.maximum(tokens, 1) * compute
     terms[DUPLICATION] += settings.duplication_weight * copied * table.eviction_ms[:n]
     if affinity.session is not None:
         terms[SESSION] = settings.session_ms

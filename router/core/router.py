@@ -138,8 +138,10 @@ class Router:
             place = choose_by(self.policy, queued_tokens(table, pool), depths[pool], self._turn, self._chance)
             part = part.only(int(pool[place]))
         best_depth = int((depths * ready).max(initial=0))
-        work = self._work(ask, best_depth)
         readable = self.index.told(ask.keys, depths, table.lane) if is_cost else None
+        told_depth = best_depth if readable is None else int((readable * ready).max(initial=0))
+        makers = int((depths > told_depth).sum())
+        work = self._work(ask, best_depth, told_depth, makers)
         plans = plan_all(table, self.lanes, part, depths, readable, work, self.settings, self._affinity(ask))
         costs = np.where(plans.usable, plans.terms.sum(axis=0), np.inf).ravel()
         return self._decide(part, plans, costs, lowest(costs, self._chance), best_depth, ask.num_tokens, part.reason)
@@ -157,7 +159,7 @@ class Router:
             return None
         depths = self._depths(ask)
         best_depth = int((depths * pool).max(initial=0))
-        terms = decode_all(table, self.lanes, depths, self._work(ask, best_depth), self.settings, at)
+        terms = decode_all(table, self.lanes, depths, self._work(ask, best_depth, best_depth, 0), self.settings, at)
         costs = np.where(pool, terms.sum(axis=0), np.inf)
         if self.policy is Policy.COST:
             slot = lowest(costs, self._chance)
@@ -287,9 +289,9 @@ class Router:
             return np.zeros(self.table.num_slots, np.int64)
         return self.index.lookup(ask.keys, self.table.num_slots)
 
-    def _work(self, ask: RouteAsk, best_depth: int) -> Work:
+    def _work(self, ask: RouteAsk, best_depth: int, told_depth: int, makers: int) -> Work:
         left_ms = None if ask.time_left_s is None else ask.time_left_s * 1e3
-        return Work(ask.num_tokens, ask.expected_output_tokens, best_depth, self._busy, left_ms)
+        return Work(ask.num_tokens, ask.expected_output_tokens, best_depth, told_depth, makers, self._busy, left_ms)
 
     def _affinity(self, ask: RouteAsk) -> Affinity:
         home = self._sessions.get((ask.tenant, ask.session)) if ask.session else None

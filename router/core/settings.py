@@ -11,8 +11,9 @@ class RoutingSettings:
 
     queue_weight: float = 1.0
     """Above 0. That of the prefill is 1.0: the others are relative to it."""
-    decode_weight: float = 1.0
-    interference_weight: float = 1.0
+    decode_weight: float = 0.2
+    interference_weight: float = 0.2
+    """Both below 1: a millisecond in the middle of an answer is missed less than one before it begins."""
     contention_weight: float = 1.0
     least_contention: float = 0.1
     most_contention: float = 4.0
@@ -22,8 +23,10 @@ class RoutingSettings:
     duplication_weight: float = 0.25
     """Share of the copied blocks' price; a hot prefix earns its copies back."""
     redundant_weight: float = 0.5
-    """Price of a millisecond of prefill that makes blocks which another worker has, or is about to make: a wait of that
-    much more is borne before a prefix is computed twice, so that a burst of siblings does not do so everywhere.
+    """Price of a millisecond of prefill that makes blocks which another worker has."""
+    sibling_weight: float = 1.0
+    """The same of blocks that another worker is making at this moment, times the square of how many are. It keeps a
+    burst of siblings together: what each would gain elsewhere is small, and all of them would go.
     """
     deadline_weight: float = 10.0
     """Milliseconds that one of lateness is worth."""

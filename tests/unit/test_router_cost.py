@@ -204,6 +204,18 @@ def test_duplication_decides_where_copies_would_displace_others() -> None:
     assert choose(made).worker == key("c1")
 
 
+def test_siblings_wait_where_their_prefix_is_made_the_longer_the_more_make_it() -> None:
+    made = router(NO_FETCH, **{f"c{i}": IDLE for i in range(4)})
+    prices = []
+    for _ in range(3):
+        decision = choose(made)
+        cold = [row.terms["duplication"] for row in made.explain(decision) if not row.cached_blocks]
+        prices.append(min(cold))
+        spread = next(row for row in made.explain(decision) if not row.cached_blocks)
+        made.book(replace(decision, worker=spread.worker, cached_blocks=0), ask(), 0.0)
+    assert prices == [0.0, pytest.approx(998.0), pytest.approx(4 * 998.0)]
+
+
 def test_duplication_prices_the_work_of_computing_a_prefix_twice() -> None:
     loads = {"c0": replace(IDLE, queue_s=0.7), "c1": IDLE}
     made = router(replace(NO_FETCH, redundant_weight=0.5), **loads)
@@ -238,7 +250,8 @@ def test_topology_decides_between_equal_prefill_workers() -> None:
 
 
 def test_a_deadline_buys_an_earlier_first_token() -> None:
-    made = router(c0=replace(IDLE, queue_s=0.5), c1=replace(IDLE, step_costs=costs(1.0, 0.01)))
+    settings = RoutingSettings(decode_weight=1.0)
+    made = router(settings, c0=replace(IDLE, queue_s=0.5), c1=replace(IDLE, step_costs=costs(1.0, 0.01)))
     what = ask(output=100)
     assert choose(made, what).worker == key("c0")
     decision = choose(made, replace(what, time_left_s=1.1))
