@@ -227,11 +227,6 @@ class PrefixIndex:
             best[lane] = max(low, high)
         return held
 
-    def holders(self, key: int) -> list[int]:
-        """Slots whose workers have, or are expected to make, this block."""
-        mask = self._masks.get(key, 0)
-        return [slot for slot in range(mask.bit_length()) if mask >> slot & 1]
-
     def keys_of(self, slot: int) -> frozenset[int]:
         """What the worker has told of."""
         known = self._slots.get(slot)
