@@ -70,6 +70,8 @@ class SchedulingConfig(Section):
     """What keeps a request with an almost complete output from being preempted."""
     deadline_penalty_ms: Milliseconds = 2000.0
     """What keeps a request from being preempted that would miss its deadline for it."""
+    tenant_cache_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the blocks that a tenant may have unused in the prefix cache before its own go first; 1: no quota."""
     service_weights: ServiceWeightsConfig = ServiceWeightsConfig()
     """The same in all pools."""
 

@@ -41,6 +41,7 @@ SCHEDULING = {
     "min_progress_tokens": 17,
     "nearly_finished_bonus_ms": 650,
     "deadline_penalty_ms": 2100,
+    "tenant_cache_share": 0.75,
     "service_weights": {"input_token": 1.5, "output_token": 2.5, "cached_token": 0.5, "kv_block_s": 0.25},
 }
 POOL = {
@@ -91,6 +92,7 @@ EXPECTED = SchedulerSettings(
     min_progress_tokens=17,
     nearly_finished_bonus_ms=650,
     deadline_penalty_ms=2100,
+    tenant_cache_share=0.75,
     route_when_preempted=True,
 )
 

@@ -78,15 +78,18 @@ def test_kv_06_identical_prompts_in_one_step_do_not_hit_blocks_that_are_not_writ
     requests = [world.submit(list(range(7, 16)), max_tokens=5) for _ in range(6)]
     plan = world.schedule()
     assert plan is not None
-    # 1. One computes the prompt; nobody may share blocks that are not written yet.
-    assert plan.start_pos == [0] and len(world.cache) == 0
+    assert plan.start_pos == [0]  # the others wait for what it computes
+    assert len(world.cache) == 0
     world.apply(plan)
     assert len(world.cache) == 2
-    # 2. The others waited for it and compute their last token alone.
+    plan = world.schedule()
+    assert plan is not None
+    assert plan.start_pos[1:] == [8] * 5
+    world.apply(plan)
     world.run()
     for request in requests:
         world.assert_output_as_alone(request)
-    assert [request.ledger.cached_tokens for request in requests] == [0, *[8] * 5]
+    assert [request.ledger.cached_tokens for request in requests] == [0] + [8] * 5
     world.assert_drained()
 
 

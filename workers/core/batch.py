@@ -183,6 +183,11 @@ class DecodeBatch:
         computed = self.num_tokens[: len(self.requests)] - 1
         return [self.requests[i] for i in np.flatnonzero(computed % self._settings.block_size == 0)]
 
+    def blocks_needed_next(self) -> int:
+        """Blocks that the rows lack when each has one token more: a step is on its way."""
+        n = len(self.requests)
+        return int(np.count_nonzero(self.num_tokens[:n] + 1 > self.capacity[:n]))
+
     def growth_tokens(self) -> int:
         """Tokens that the rows are still expected to grow by."""
         if not self._num_predicted:

@@ -97,6 +97,11 @@ class BlockPool:
             self._refs[block] = 1
         return blocks
 
+    def evict_ahead(self, num_free: int) -> None:
+        """Have so many free blocks, if evictions can give them: `alloc` is then quick."""
+        while len(self._free) < num_free and self.idle:
+            self._free.append(self._evict())
+
     def incref(self, blocks: Iterable[int]) -> None:
         """One more reference to each used or cached block."""
         for block in blocks:

@@ -38,15 +38,21 @@ class CacheLog:
 
     def stored(self, block_hash: bytes) -> None:
         """One tier more has the block."""
-        key = cache_key(block_hash)
+        self.key_stored(cache_key(block_hash))
+
+    def removed(self, block_hash: bytes) -> None:
+        """One tier less has the block. Raises InvariantError when none had it."""
+        self.key_removed(cache_key(block_hash))
+
+    def key_stored(self, key: int) -> None:
+        """`stored` for who keeps keys."""
         holders = self._holders.get(key, 0)
         self._holders[key] = holders + 1
         if not holders:
             self._append(key)
 
-    def removed(self, block_hash: bytes) -> None:
-        """One tier less has the block. Raises InvariantError when none had it."""
-        key = cache_key(block_hash)
+    def key_removed(self, key: int) -> None:
+        """`removed` for who keeps keys."""
         holders = self._holders.get(key, 0)
         if not holders:
             raise InvariantError("a block leaves a cache that does not have it")
@@ -88,4 +94,5 @@ class CacheLog:
         else:
             self._ring.append(entry)
         self.seq += 1
-        self._oldest = max(self._oldest, self.seq - self._capacity)
+        if self.seq - self._oldest > self._capacity:
+            self._oldest = self.seq - self._capacity

@@ -17,7 +17,7 @@ Does not: know hashes or tokens, or hold references.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
@@ -38,58 +38,70 @@ class IdleBlocks:
         self.evicted_ms = 0.0
         """Prefill time that evictions have given up so far."""
         self._level = 0.0
+        self._count = 0
+        self._turns = 0
+        self._turn = [0] * num_blocks
+        """In which each idle block was left; 0: not idle."""
+        self._worth = [0.0] * num_blocks
         self._parent = [-1] * num_blocks
         self._kids = [0] * num_blocks
         self._hits = [0] * num_blocks
         self._depth = [0] * num_blocks
         self._saved_ms = [0.0] * num_blocks
         self._tenant = [""] * num_blocks
-        self._idle: dict[int, tuple[float, int]] = {}
-        """Block -> (worth, turn in which it was left)."""
         self._leaves: list[_Entry] = []
         """(worth, turn, block), with entries that are no leaf of that turn any more."""
-        self._turn = 0
         self._num_idle: dict[str, int] = {}
+        """By tenant, when there are quotas; as the next two."""
         self._own_leaves: dict[str, list[_Entry]] = {}
-        """By tenant, when there are quotas."""
         self._over: dict[str, None] = {}
         """Tenants over their quotas."""
-        self._remembered: OrderedDict[int, int] = OrderedDict()
-        self._max_remembered = _REMEMBERED * num_blocks
+        self._remembered: dict[int, int] = {}
+        """Hits of evicted blocks, and those of blocks evicted before: the elder half is dropped at once."""
+        self._elder: dict[int, int] = {}
+        self._max_remembered = _REMEMBERED * num_blocks // 2
 
     def __len__(self) -> int:
-        return len(self._idle)
+        return self._count
 
     def __contains__(self, block: int) -> bool:
-        return block in self._idle
+        return self._turn[block] > 0
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._idle)
+        return (block for block, turn in enumerate(self._turn) if turn)
 
     # ---- the forest
 
-    def link(self, block: int, parent: int, saved_ms: float, tenant: str = "", name: int | None = None) -> None:
+    def link(self, block: int, parent: int, saved_ms: float, tenant: str, name: int | None) -> None:
         """A used block gets a place: below `parent` (-1: a head). `name`: of its content, to remember hits by."""
-        self._parent[block] = parent
-        self._depth[block] = self._depth[parent] + 1 if parent >= 0 else 0
+        hits = 0
+        if name is not None:
+            missed = self._remembered.pop(name, None)
+            if missed is None and self._elder:
+                missed = self._elder.pop(name, None)
+            hits = 0 if missed is None else missed + 1
+        self._hits[block] = hits
         self._saved_ms[block] = saved_ms
         self._tenant[block] = tenant
-        missed = None if name is None else self._remembered.pop(name, None)
-        self._hits[block] = 0 if missed is None else missed + 1
+        self._parent[block] = parent
         if parent >= 0:
+            self._depth[block] = self._depth[parent] + 1
             self._kids[parent] += 1
+        else:
+            self._depth[block] = 0
 
-    def unlink(self, block: int, name: int | None = None) -> None:
+    def unlink(self, block: int, name: int | None) -> None:
         """The block has lost its label. Its parent may be a leaf now."""
-        parent, self._parent[block] = self._parent[block], -1
         if name is not None:
             self._remembered[name] = self._hits[block]
             if len(self._remembered) > self._max_remembered:
-                self._remembered.popitem(last=False)
+                self._remembered, self._elder = {}, self._remembered
+        parent = self._parent[block]
         if parent >= 0:
+            self._parent[block] = -1
             self._kids[parent] -= 1
-            if not self._kids[parent] and (left := self._idle.get(parent)) is not None:
-                self._push(parent, *left)
+            if not self._kids[parent] and self._turn[parent]:
+                self._push(parent)
 
     def hit(self, block: int) -> None:
         """A request shares it."""
@@ -105,90 +117,97 @@ class IdleBlocks:
 
     def add(self, block: int) -> None:
         """The last reference is gone."""
-        self._turn += 1
-        worth = self._level + self._saved_ms[block] * (_FRESH + self._hits[block])
-        self._idle[block] = left = (worth, self._turn)
-        tenant = self._tenant[block]
-        count = self._num_idle[tenant] = self._num_idle.get(tenant, 0) + 1
-        if count == self.quota + 1:
-            self._over[tenant] = None
+        self._turns += 1
+        self._turn[block] = self._turns
+        self._worth[block] = self._level + self._saved_ms[block] * (_FRESH + self._hits[block])
+        self._count += 1
+        if self.quota < len(self._turn):
+            tenant = self._tenant[block]
+            count = self._num_idle[tenant] = self._num_idle.get(tenant, 0) + 1
+            if count > self.quota:
+                self._over[tenant] = None
         if not self._kids[block]:
-            self._push(block, *left)
+            self._push(block)
 
     def remove(self, block: int) -> None:
         """It is used again, or has lost its label."""
-        del self._idle[block]
-        tenant = self._tenant[block]
-        count = self._num_idle[tenant] = self._num_idle[tenant] - 1
-        if count <= self.quota:
-            self._over.pop(tenant, None)
-        if not count:
-            del self._num_idle[tenant]
-            self._own_leaves.pop(tenant, None)
+        self._turn[block] = 0
+        self._count -= 1
+        if self.quota < len(self._turn):
+            tenant = self._tenant[block]
+            count = self._num_idle[tenant] = self._num_idle[tenant] - 1
+            if count <= self.quota:
+                self._over.pop(tenant, None)
+            if not count:
+                del self._num_idle[tenant]
+                self._own_leaves.pop(tenant, None)
 
     def pop(self) -> int:
         """The block to evict; it is idle no more. Call only when there is one.
 
         Without a leaf all idle blocks have followers in use: the deepest one goes, and its followers lose their place.
         """
-        entry = None
+        block = -1
         if self._over:
-            entry = self._first(self._own_leaves[next(iter(self._over))])
-        if entry is None:
-            entry = self._first(self._leaves)
-        block = max(self._idle, key=self._depth.__getitem__) if entry is None else entry[2]
-        self._level = max(self._level, self._idle[block][0])
+            block = self._first(self._own_leaves[next(iter(self._over))])
+        if block < 0:
+            block = self._first(self._leaves)
+        if block < 0:
+            block = max(self, key=self._depth.__getitem__)
+        worth = self._worth[block]
+        if worth > self._level:
+            self._level = worth
         self.evicted_ms += self._saved_ms[block]
         self.remove(block)
         return block
 
     def next_ms(self) -> float:
         """What the next eviction gives up; 0 when nothing can be evicted."""
-        entry = self._first(self._leaves)
-        return 0.0 if entry is None else self._saved_ms[entry[2]]
+        block = self._first(self._leaves)
+        return 0.0 if block < 0 else self._saved_ms[block]
 
     def idle_of(self, tenant: str) -> int:
-        """Idle blocks of a tenant."""
+        """Idle blocks of a tenant; counted when there are quotas."""
         return self._num_idle.get(tenant, 0)
 
     def check_integrity(self, parents: Mapping[int, int]) -> None:
         """Raises InvariantError unless `parents` (labelled block -> parent or -1) is this forest, and counts agree."""
-        kids = Counter(parent for parent in parents.values() if parent >= 0)
+        kids, idle = Counter(parent for parent in parents.values() if parent >= 0), set(self)
         for block in range(len(self._parent)):
             if self._parent[block] != parents.get(block, -1) or self._kids[block] != kids[block]:
                 raise InvariantError(f"block {block} has another place than its content")
-        if not kids.keys() <= parents.keys() or not self._idle.keys() <= parents.keys():
+        if not kids.keys() <= parents.keys() or not idle <= parents.keys():
             raise InvariantError("a block has followers, or is kept, without a label")
-        if self._num_idle != Counter(self._tenant[block] for block in self._idle):
-            raise InvariantError("the counts of tenants' idle blocks are wrong")
-        if set(self._over) != {tenant for tenant, count in self._num_idle.items() if count > self.quota}:
+        counts = Counter(self._tenant[block] for block in idle) if self.quota < len(self._turn) else {}
+        if self._num_idle != counts or self._count != len(idle):
+            raise InvariantError("the counts of idle blocks are wrong")
+        if set(self._over) != {tenant for tenant, count in counts.items() if count > self.quota}:
             raise InvariantError("a tenant over its quota is not noted, or one within it is")
-        valid = {entry[2] for entry in self._leaves if self._is_leaf(entry)}
-        if valid != {block for block in self._idle if not self._kids[block]}:
+        if not {block for block in idle if not self._kids[block]} <= {
+            b for _, turn, b in self._leaves if self._turn[b] == turn
+        }:
             raise InvariantError("an idle leaf is no candidate for eviction")
 
     # ---- inside
 
-    def _is_leaf(self, entry: _Entry) -> bool:
-        worth, turn, block = entry
-        return self._idle.get(block) == (worth, turn) and not self._kids[block]
-
-    def _first(self, heap: list[_Entry]) -> _Entry | None:
+    def _first(self, heap: list[_Entry]) -> int:
+        """The block of the first valid entry, -1 without one."""
         while heap:
-            if self._is_leaf(heap[0]):
-                return heap[0]
+            _, turn, block = heap[0]
+            if self._turn[block] == turn and not self._kids[block]:
+                return block
             heappop(heap)
-        return None
+        return -1
 
-    def _push(self, block: int, worth: float, turn: int) -> None:
-        entry = (worth, turn, block)
-        self._push_on(self._leaves, entry, len(self._idle))
-        if self.quota < len(self._parent):
+    def _push(self, block: int) -> None:
+        entry = (self._worth[block], self._turn[block], block)
+        self._push_on(self._leaves, entry, self._count)
+        if self.quota < len(self._turn):
             tenant = self._tenant[block]
             self._push_on(self._own_leaves.setdefault(tenant, []), entry, self._num_idle[tenant])
 
     def _push_on(self, heap: list[_Entry], entry: _Entry, num_idle: int) -> None:
         heappush(heap, entry)
         if len(heap) > 2 * num_idle + 64:
-            heap[:] = {kept for kept in heap if self._is_leaf(kept)}
+            heap[:] = {kept for kept in heap if self._turn[kept[2]] == kept[1] and not self._kids[kept[2]]}
             heapify(heap)

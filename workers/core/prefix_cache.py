@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -31,17 +30,6 @@ _COMPARED = 8
 """Blocks whose tokens are compared with a prompt's, the latest first."""
 _PARTIAL = b""
 """The pool's label for a block that is not full: it has no name."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """A cached block. `parent`: hash of its predecessor, or the chain's root; `index`: its place in the chain."""
-
-    hash: bytes
-    parent: bytes
-    index: int
-    tokens: Sequence[int]
-    tenant: str
 
 
 class Below(Protocol):
@@ -65,9 +53,14 @@ class PrefixCache:
         self._pool = pool
         self._idle = pool.idle
         self._block_of: dict[bytes, int] = {}
-        self._entries: dict[int, Entry] = {}
-        """Of every labelled block."""
-        self._kin: dict[tuple[bytes, int], dict[int, Entry]] = {}
+        # Of each labelled block: its name for logs and memories, the hash of its predecessor (or the chain's root), its
+        # place in the chain, its tokens, and whose it is.
+        self._key = [0] * pool.num_blocks
+        self._parent = [b""] * pool.num_blocks
+        self._index = [0] * pool.num_blocks
+        self._tokens: list[Sequence[int]] = [()] * pool.num_blocks
+        self._tenant = [""] * pool.num_blocks
+        self._kin: dict[tuple[bytes, int], dict[int, None]] = {}
         """Blocks below one predecessor that begin with one token, in the order in which they came."""
         self._tenants: Counter[str] = Counter()
         pool.on_evict = self._evicted
@@ -108,8 +101,8 @@ class PrefixCache:
         that were compared; (-1, 0) when none has one. Valid as for `match`."""
         best, most = -1, 0
         kin = self._kin.get((parent, tokens[0]), {}) if tokens else {}
-        for block, entry in islice(reversed(kin.items()), _COMPARED):
-            common = _common(entry.tokens, tokens)
+        for block in islice(reversed(kin), _COMPARED):
+            common = _common(self._tokens[block], tokens)
             if common > most:
                 best, most = block, common
         return best, most
@@ -136,117 +129,127 @@ class PrefixCache:
         holder = self._block_of.get(block_hash)
         if holder == block:
             return False
-        if block in self._entries:
+        if self._pool.label_of(block) is not None:
             self._drop(block)
-        if holder is not None or (index and parent not in self._block_of):
+        above = self._block_of.get(parent, -1) if index else -1
+        if holder is not None or (index and above < 0):
             return False
-        self._enter(block, Entry(block_hash, parent, index, tokens, tenant))
         self._block_of[block_hash] = block
-        self.log.stored(block_hash)
+        key = self._key[block] = cache_key(block_hash)
+        self._pool.label(block, block_hash)
+        self._idle.link(block, above, self.saved_ms(index), tenant, key)
+        self._enter(block, parent, index, tokens, tenant)
+        self.log.key_stored(key)
         return True
 
     def insert_partial(self, block: int, parent: bytes, index: int, tokens: Sequence[int], tenant: str) -> bool:
         """The same for the first tokens of a used block that is not full. False when another block has them too."""
-        entry = self._entries.get(block)
-        if entry is not None:
-            if entry.hash != _PARTIAL or len(entry.tokens) == len(tokens):
+        label = self._pool.label_of(block)
+        if label is not None:
+            if label != _PARTIAL or len(self._tokens[block]) == len(tokens):
                 return False
             self._drop(block)
-        if not tokens or (index and parent not in self._block_of):
+        above = self._block_of.get(parent, -1) if index else -1
+        if not tokens or (index and above < 0) or self.match_partial(parent, tokens)[1] == len(tokens):
             return False
-        if self.match_partial(parent, tokens)[1] == len(tokens):
-            return False
-        self._enter(block, Entry(_PARTIAL, parent, index, tokens, tenant))
+        self._pool.label(block, _PARTIAL)
+        saved_ms = self.saved_ms(index) * len(tokens) / self._pool.block_size
+        self._idle.link(block, above, saved_ms, tenant, None)
+        self._enter(block, parent, index, tokens, tenant)
         return True
 
     # ---- going out
 
     def clear(self, tenant: str | None = None) -> int:
         """Forget all blocks of a tenant, or all: idle ones are free, used ones when they are left. Returns how many."""
-        blocks = [block for block, entry in self._entries.items() if tenant is None or entry.tenant == tenant]
-        for block in sorted(blocks, key=lambda b: -self._entries[b].index):
+        blocks = [block for block in self._labelled() if tenant is None or self._tenant[block] == tenant]
+        for block in sorted(blocks, key=self._index.__getitem__, reverse=True):
             self._drop(block)
         if not len(self.log):
             self.log.cleared()
         return len(blocks)
 
     def check_integrity(self) -> None:
-        """Raises InvariantError unless entries and labelled blocks are the same set, each below its predecessor."""
-        labelled = {
-            block: label for block in range(self._pool.num_blocks) if (label := self._pool.label_of(block)) is not None
-        }
-        if labelled != {block: entry.hash for block, entry in self._entries.items()}:
-            raise InvariantError("the prefix cache points to a block that does not hold that content")
+        """Raises InvariantError unless hashes and labelled blocks are the same set, each below its predecessor."""
+        labelled = {block: self._pool.label_of(block) for block in self._labelled()}
         if self._block_of != {label: block for block, label in labelled.items() if label != _PARTIAL}:
-            raise InvariantError("the prefix cache does not find a block by its hash")
-        if any(entry.index and entry.parent not in self._block_of for entry in self._entries.values()):
+            raise InvariantError("the prefix cache points to a block that does not hold that content")
+        if any(self._index[block] and self._parent[block] not in self._block_of for block in labelled):
             raise InvariantError("a cached block can never be hit")
-        kin = {block: entry for entries in self._kin.values() for block, entry in entries.items()}
-        if kin != {block: entry for block, entry in self._entries.items() if entry.tokens}:
+        kin = {block: place for place, blocks in self._kin.items() for block in blocks}
+        if kin != {block: (self._parent[block], self._tokens[block][0]) for block in labelled if self._tokens[block]}:
             raise InvariantError("a cached block is not found by its tokens")
-        if +self._tenants != Counter(entry.tenant for entry in self._entries.values()):
+        if +self._tenants != Counter(self._tenant[block] for block in labelled):
             raise InvariantError("the counts of tenants' blocks are wrong")
-        self._idle.check_integrity({b: self._block_of.get(e.parent, -1) for b, e in self._entries.items()})
+        self._idle.check_integrity({b: self._block_of.get(self._parent[b], -1) for b in labelled})
 
     # ---- inside
 
-    def _enter(self, block: int, entry: Entry) -> None:
-        size = self._pool.block_size
-        is_full = entry.hash != _PARTIAL
-        saved_ms = self.saved_ms(entry.index) * (1.0 if is_full else len(entry.tokens) / size)
-        name = cache_key(entry.hash) if is_full else None
-        self._pool.label(block, entry.hash)
-        self._idle.link(block, self._block_of.get(entry.parent, -1), saved_ms, entry.tenant, name)
-        self._entries[block] = entry
-        self._tenants[entry.tenant] += 1
-        if not entry.tokens:
+    def _labelled(self) -> list[int]:
+        return [block for block in range(self._pool.num_blocks) if self._pool.label_of(block) is not None]
+
+    def _enter(self, block: int, parent: bytes, index: int, tokens: Sequence[int], tenant: str) -> None:
+        """What is filled in part and begins this block is of no use any more."""
+        self._parent[block] = parent
+        self._index[block] = index
+        self._tokens[block] = tokens
+        self._tenant[block] = tenant
+        self._tenants[tenant] += 1
+        if not tokens:
             return
-        kin = self._kin.setdefault((entry.parent, entry.tokens[0]), {})
+        place = (parent, tokens[0])
+        kin = self._kin.get(place)
+        if kin is None:
+            self._kin[place] = {block: None}
+            return
         shorter = [
             other
-            for other, known in islice(reversed(kin.items()), _COMPARED)
-            if known.hash == _PARTIAL and _common(known.tokens, entry.tokens) == len(known.tokens)
+            for other in islice(reversed(kin), _COMPARED)
+            if self._pool.label_of(other) == _PARTIAL
+            and _common(self._tokens[other], tokens) == len(self._tokens[other])
         ]
-        kin[block] = entry
+        kin[block] = None
         for other in shorter:
             self._drop(other)
 
-    def _forget(self, block: int) -> Entry:
-        entry = self._entries.pop(block)
-        self._tenants[entry.tenant] -= 1
-        if entry.tokens:
-            place = (entry.parent, entry.tokens[0])
-            del self._kin[place][block]
-            if not self._kin[place]:
+    def _forget(self, block: int) -> bytes:
+        """Takes a block out of all but the pool. Returns its label."""
+        label = self._pool.label_of(block) or _PARTIAL
+        self._tenants[self._tenant[block]] -= 1
+        tokens = self._tokens[block]
+        if tokens:
+            place = (self._parent[block], tokens[0])
+            kin = self._kin[place]
+            del kin[block]
+            if not kin:
                 del self._kin[place]
-        is_full = entry.hash != _PARTIAL
-        if is_full:
-            del self._block_of[entry.hash]
-        self._idle.unlink(block, cache_key(entry.hash) if is_full else None)
-        return entry
+        if label:
+            del self._block_of[label]
+        self._idle.unlink(block, self._key[block] if label else None)
+        return label
 
     def _drop(self, block: int) -> None:
         """And what is below."""
-        entry = self._forget(block)
+        label = self._forget(block)
         self._pool.unlabel(block)
-        if entry.hash != _PARTIAL:
-            self._drop_below(block, entry)
-            self.log.removed(entry.hash)
+        if label:
+            self._drop_below(block, label)
+            self.log.key_removed(self._key[block])
 
-    def _drop_below(self, block: int, entry: Entry) -> None:
+    def _drop_below(self, block: int, block_hash: bytes) -> None:
         if self._idle.num_kids(block):
             # Rare: a request computed for itself what was here already, and went on below it.
-            for below in [b for b, e in self._entries.items() if e.parent == entry.hash]:
+            for below in [b for b in self._labelled() if self._parent[b] == block_hash]:
                 self._drop(below)
 
     def _evicted(self, block: int) -> None:
-        entry = self._forget(block)
-        if entry.hash == _PARTIAL:
+        label = self._forget(block)
+        if not label:
             return
         if self.below is not None:
-            self.below.offer(block, entry.hash, entry.parent, self._idle.saved_ms(block))
-        self._drop_below(block, entry)
-        self.log.removed(entry.hash)
+            self.below.offer(block, label, self._parent[block], self._idle.saved_ms(block))
+        self._drop_below(block, label)
+        self.log.key_removed(self._key[block])
 
 
 def _common(known: Sequence[int], tokens: Sequence[int]) -> int:

@@ -131,14 +131,15 @@ class Scheduler(Selection):
 
     def catch_up(self) -> None:
         """What a step leaves to do for a time when nobody waits for a plan, since it costs as much as planning: teaches
-        the predictor what steps took, and hashes the blocks that decodes have filled. Never necessary: `schedule`
-        calls it when much is left over, and who leaves is hashed to the end."""
+        the predictor what steps took, hashes the blocks that decodes have filled, and evicts what decodes need next.
+        Never necessary: `schedule` calls it when much is left over, and who leaves is hashed to the end."""
         if self._predictor is not None:
             for shape, seconds in self._unlearned:
                 self._predictor.observe(shape, seconds)
         self._unlearned.clear()
         for request in self._batch.with_full_blocks():
             self._residency.hash_ahead(request)
+        self._pool.evict_ahead(self._batch.blocks_needed_next())
 
     # ---- looking
 
