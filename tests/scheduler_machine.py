@@ -167,11 +167,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         request.predicted_output_tokens = wish.predicted
         request.fetch_blocks = 0 if request.adopted else wish.fetch
         # An earlier attempt may have produced a part of the output, never its end.
-        done = (
-            alone(request, world.settings, world.vocab)[:-1][: wish.known]
-            if len(wish.prompt) < world.settings.max_model_len
-            else []
-        )
+        fits = len(wish.prompt) < world.settings.max_model_len
+        done = alone(request, world.settings, world.vocab)[:-1][: wish.known] if fits else []
         for token in done:
             request.append(token)
         request.emitted = len(done)
@@ -294,8 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), over=st.booleans())
     def late_write(self, data: st.DataObject, over: bool) -> None:
-        key = data.draw(st.sampled_from(sorted(self.writing)))
-        self.write_late(key, over)
+        self.write_late(data.draw(st.sampled_from(sorted(self.writing))), over)
 
     # ---- requests go
 
@@ -372,10 +368,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_on(1)
         assert self.gone.keys() == world.seen.keys()
         for request in world.seen.values():
-            expected = alone(request, world.settings, world.vocab)
             got = world.delivered[request.key]
-            if request.key in self.asked:
-                expected = got
+            expected = got if request.key in self.asked else alone(request, world.settings, world.vocab)
             assert got == expected[: len(got)]
             if request.finish_reason in NORMAL and request.key in world.ended:
                 assert got == expected
