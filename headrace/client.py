@@ -19,7 +19,7 @@ from headrace.errors import Code, HeadraceError, invalid
 from headrace.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
-_OF_REQUEST = frozenset({"priority", "task", "steps_left", "parent"})
+_OF_REQUEST = frozenset({"priority", "task", "steps_left", "parent", "session"})
 Input = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A prompt, token ids, or chat messages `{"role": ..., "content": ...}`."""
 
@@ -61,13 +61,15 @@ class Options(Sampling, total=False):
     """Sampling, and what the request is to its caller.
 
     A lower priority is earlier, 0 is ordinary; `task` labels the kind of work; `steps_left` are the steps that an agent
-    may still take; `parent` is the request_id of a request in progress whose cancellation ends this one too.
+    may still take; `parent` is the request_id of a request in progress whose cancellation ends this one too;
+    `session` labels the conversation that it is a part of, for routing.
     """
 
     priority: int
     task: str
     steps_left: int
     parent: str
+    session: str
 
 
 def chat(text: str, system: str | None = None) -> list[dict[str, str]]:

@@ -27,6 +27,8 @@ class GenerationSpec:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     cache_salt: str = ""
+    session: str = ""
+    """The client's name of a conversation: its requests like to stay at one worker."""
     no_cache: bool = False
     deadline_s: float | None = None
     """Seconds from now; None: the gateway's default."""

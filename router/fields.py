@@ -153,7 +153,6 @@ NOT_SERVED: Mapping[str, Check] = {
     "store": _boolean(False),
     "service_tier": _only("auto", "default", known=("flex", "priority", "scale")),
     "safety_identifier": _note(512),
-    "prompt_cache_key": _note(512),
 }
 NOT_SERVED_CHAT: Mapping[str, Check] = {
     "tools": _empty_list,

@@ -42,6 +42,8 @@ from router.core.flight import (
 )
 from router.core.kin import Kin
 from router.core.placement import Mode
+from router.core.policies import Policy
+from router.core.prefix_index import PrefixIndex
 from router.core.router import Router
 from router.explanations import Explanations, Routed, explained
 from router.fleet import Fleet
@@ -85,7 +87,9 @@ class Gateway:
         self._clock = clock
         self._mode = Mode(spec.mode)
         self._handles = itertools.count(1)
-        self.router = Router(chance)
+        self.router = Router(
+            chance, spec.routing, Policy(spec.routing_policy), PrefixIndex(max_entries=spec.max_index_entries)
+        )
         self.fleet = Fleet(spec, self, self.router)
         self.gate = Gate(spec)
         self._legs: dict[int, tuple[Branch, Leg]] = {}
@@ -204,6 +208,7 @@ class Gateway:
             max_attempts=self.spec.max_attempts,
             max_crashes=self.spec.max_worker_crashes,
             tenant=spec.tenant,
+            session=spec.session,
             expected_output_tokens=admitted.reserved_output_tokens,
             no_cache=spec.no_cache,
         )

@@ -229,6 +229,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if len(sampling.logit_bias):
             some = islice(sampling.logit_bias.items(), MAX_BIASES + 1)
             raw["logit_bias"] = {str(token_id): amount for token_id, amount in some}
+        if request.session:
+            raw["session"] = request.session
         if request.cache_salt:
             raw["cache_salt"] = request.cache_salt
         raw["no_cache"] = request.no_cache

@@ -39,6 +39,7 @@ _COMMON = frozenset(
         "ignore_eos",
         "include_stop_str_in_output",
         "cache_salt",
+        "prompt_cache_key",
         "no_cache",
         "priority",
         "request_id",

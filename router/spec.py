@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.core.fairness import ServiceWeights
+from router.core.prefix_index import DEFAULT_MAX_ENTRIES
+from router.core.settings import RoutingSettings
 
 EVERY_OTHER_TENANT = "default"
 """Its entry holds for every tenant without one."""
@@ -42,6 +44,11 @@ class GatewaySpec(BaseModel):
     """Empty: no authentication. Otherwise `key` or `tenant=key`."""
     mode: str = "auto"
     """auto | disaggregated | colocated"""
+    routing_policy: str = "cost"
+    """A name of `router.core.policies.Policy`."""
+    routing: RoutingSettings = RoutingSettings()
+    max_index_entries: int = DEFAULT_MAX_ENTRIES
+    """Of the prefix index: pairs of a block and a worker that has it."""
     default_max_tokens: int | None = None
     default_deadline_s: float = 600.0
     drain_timeout_s: float = 10.0

@@ -84,6 +84,7 @@ class Options:
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
     cache_salt: str
+    session: str
     no_cache: bool
     priority: int
 
@@ -135,6 +136,7 @@ def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
         frequency_penalty=number("frequency_penalty", _or(given("frequency_penalty"), 0.0), -2, 2),
         logit_bias=logit_bias(given("logit_bias"), limits),
         cache_salt=cache_salt(given("cache_salt")),
+        session=session_label(raw),
         no_cache=boolean("no_cache", _or(given("no_cache"), False)),
         priority=integer("priority", _or(given("priority"), 0), -MAX_PRIORITY, MAX_PRIORITY),
     )
@@ -286,6 +288,7 @@ def build_spec(
         stop=options.stop,
         include_stop=options.include_stop,
         cache_salt=options.cache_salt,
+        session=options.session,
         no_cache=options.no_cache,
         deadline_s=caller.deadline_s,
         explain=explain,
@@ -298,6 +301,13 @@ def build_spec(
         parent=caller.parent,
         answer_id=caller.answer_id,
     )
+
+
+def session_label(raw: Mapping[str, object]) -> str:
+    """`prompt_cache_key` is OpenAI's name of it, `session` the gRPC door's."""
+    field = "session" if raw.get("session") is not None else "prompt_cache_key"
+    value = raw.get(field)
+    return "" if value is None else label(field, value)
 
 
 def request_label(field: str, value: object | None) -> str:

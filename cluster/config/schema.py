@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from cluster.config.routing import RoutingConfig
 from cluster.config.scheduling import SchedulingConfig
 from cluster.config.section import Count, Seconds, Section, auto_size, auto_to_none
 from cluster.config.units import parse_bytes
@@ -101,6 +102,7 @@ class GatewayConfig(Section):
     api_keys: Annotated[tuple[SecretStr, ...], Tuple] = ()
     """`KEY` or `TENANT=KEY`; empty: no authentication."""
     mode: Literal["auto", "disaggregated", "colocated"] = "auto"
+    routing: RoutingConfig = RoutingConfig()
     limits: LimitsConfig = LimitsConfig()
     tenants: dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantConfig] = Field(default_factory=dict)
     """By name; `default` holds for every tenant without an entry."""

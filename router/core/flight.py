@@ -126,6 +126,7 @@ class Flight:
     expected_output_tokens: int = 0
     """Length that the whole output is predicted to have; 0: not predicted."""
     tenant: str = ""
+    session: str = ""
     no_cache: bool = False
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
     """(attempt, what the router chose), in order."""
@@ -152,6 +153,7 @@ class Flight:
             excluded=self.excluded,
             avoided=self.avoided,
             tenant=self.tenant,
+            session=self.session,
             time_left_s=time_left_s,
             no_cache=self.no_cache,
         )
