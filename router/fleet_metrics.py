@@ -12,9 +12,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from headrace.core.records import WorkerLoad
+from router.core.decision import Decision
 from router.core.flight import Flight
 from router.gateway import Gateway
 
+_RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 10)
 _GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30)
 
 
@@ -37,7 +39,28 @@ class FleetMetrics(Collector):
             registry=registry,
             buckets=_GAP_S,
         ).labels(self._model)
+        self._regret = Histogram(
+            "headrace_routing_regret_seconds",
+            "Time to the first token beyond what the fastest plan was predicted to take",
+            ("model_name",),
+            registry=registry,
+            buckets=_GAP_S,
+        ).labels(self._model)
+        self._promised = Histogram(
+            "headrace_routing_promise_ratio",
+            "Time to the first token as it was, by what the chosen plan was predicted to take",
+            ("model_name",),
+            registry=registry,
+            buckets=_RATIO,
+        ).labels(self._model)
+        gateway.on_first_token = self.first_token
         registry.register(self)
+
+    def first_token(self, plan: Decision, realised_ms: float, regret_ms: float) -> None:
+        """Of an attempt; `realised_ms` from when it was sent."""
+        self._regret.observe(regret_ms / 1e3)
+        if plan.predicted_ttft_ms > 0.0:
+            self._promised.observe(realised_ms / plan.predicted_ttft_ms)
 
     def ended(self, flight: Flight) -> None:
         line = flight.timeline
@@ -74,6 +97,20 @@ class FleetMetrics(Collector):
         for (action, reason), count in sorted(gateway.gate.decisions.items()):
             admissions.add_metric((self._model, action, reason), float(count))
         yield admissions
+        index = gateway.router.index
+        for name, text, value in (
+            ("prefix_index_entries", "Pairs of a block and a worker that has it", index.entries),
+            ("prefix_index_bytes", "Memory of the prefix index, estimated", index.memory_bytes),
+        ):
+            gauge = GaugeMetricFamily(f"headrace_{name}", text, labels=("model_name",))
+            gauge.add_metric((self._model,), float(value))
+            yield gauge
+        plans = CounterMetricFamily(
+            "headrace_routing_plans", "Plans by their kind and why", labels=("model_name", "kind", "reason")
+        )
+        for (kind, reason), count in sorted(gateway.plans.items()):
+            plans.add_metric((self._model, kind, reason), float(count))
+        yield plans
 
 
 def _usage(load: WorkerLoad) -> float:

@@ -28,6 +28,7 @@ from kvtransfer.wire import ledger_from_proto
 from router import frames
 from router.answer import Branch, Events, deltas
 from router.api import Delta, GenerationSpec
+from router.core.decision import Decision
 from router.core.flight import (
     Action,
     AdoptAt,
@@ -83,6 +84,10 @@ class Gateway:
         self.counters = Counters()
         self.on_completed: Callable[[Flight], None] = lambda flight: None
         """Told each branch that ended in good order; set by whoever keeps metrics."""
+        self.on_first_token: Callable[[Decision, float, float], None] = lambda plan, realised_ms, regret_ms: None
+        """Told each attempt's first token, with the regret of its plan; set by whoever keeps metrics."""
+        self.plans: Counter[tuple[str, str]] = Counter()
+        """What the router chose, by (kind, reason)."""
         self._ids = ids
         self._clock = clock
         self._mode = Mode(spec.mode)
@@ -301,6 +306,7 @@ class Gateway:
     def _deliver_leg(self, branch: Branch, action: SubmitTo | AdoptAt) -> None:
         """Books and sends; when the session cannot take it the booking is undone and the leg counts as lost."""
         flight, leg, router = branch.flight, action.leg, self.router
+        self.plans[action.decision.kind, action.decision.reason] += 1
         seq = router.book(action.decision, flight.ask(), self._clock())
         service = self.gate.service.counter(branch.tenant_index)
         body = frames.body(branch, max(branch.deadline - self._clock(), 0.0), service)
@@ -324,7 +330,8 @@ class Gateway:
         branch.learned.add(flight.attempt)
         plan = next((d for at, d in flight.decisions if at == flight.attempt), None)
         if plan is not None:
-            self.router.completed(plan, flight.realised_ms[flight.attempt])
+            realised_ms = flight.realised_ms[flight.attempt]
+            self.on_first_token(plan, realised_ms, self.router.completed(plan, realised_ms))
 
     def _learn_lane(self, session: WorkerSession, ledger: WorkerLedger) -> None:
         block_bytes = self.spec.kv_bytes_per_token * self.spec.block_size
