@@ -140,7 +140,8 @@ class World:
 def spec(prompt: list[int], max_tokens: int = 16, **options: object) -> GenerationSpec:
     params = {k: options.pop(k) for k in ("temperature", "seed", "min_tokens", "ignore_eos") if k in options}
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return GenerationSpec(tenant="t", label="", prompt_ids=tuple(prompt), sampling=(sampling,), **options)  # type: ignore[arg-type]
+    named: dict[str, object] = {"tenant": "t", "label": ""} | options
+    return GenerationSpec(prompt_ids=tuple(prompt), sampling=(sampling,), **named)  # type: ignore[arg-type]
 
 
 def expected(request: GenerationSpec) -> list[int]:
