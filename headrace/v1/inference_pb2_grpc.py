@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/headrace.v1.Inference/Resume',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/headrace.v1.Inference/Tokenize',
                 request_serializer=headrace_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -97,6 +102,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Answers the tool call that a choice of a running GenerateStream waits for; its stream goes on behind the answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -131,6 +143,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -251,6 +268,33 @@ class Inference:
             '/headrace.v1.Inference/Explain',
             headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/Resume',
+            headrace_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat", "cache_resync", "clear_cache", "resume")
+    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat", "cache_resync", "clear_cache", "resume", "pause")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class SessionRequest(_message.Message):
     CACHE_RESYNC_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     adopt: Adopt
@@ -24,7 +25,22 @@ class SessionRequest(_message.Message):
     cache_resync: CacheResync
     clear_cache: ClearCache
     resume: Resume
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    pause: Pause
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., pause: _Optional[_Union[Pause, _Mapping]] = ...) -> None: ...
+
+class Pause(_message.Message):
+    __slots__ = ("handle", "num_output", "tool", "wait_s", "lost_share")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_SHARE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    num_output: int
+    tool: str
+    wait_s: _containers.RepeatedScalarFieldContainer[float]
+    lost_share: float
+    def __init__(self, handle: _Optional[int] = ..., num_output: _Optional[int] = ..., tool: _Optional[str] = ..., wait_s: _Optional[_Iterable[float]] = ..., lost_share: _Optional[float] = ...) -> None: ...
 
 class CacheResync(_message.Message):
     __slots__ = ()
@@ -91,7 +107,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., branch: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_amounts: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestBody(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "output_ids", "sampling", "time_left_s", "namespace", "no_cache", "tenant", "priority", "endpoint", "task", "reserved_output_tokens", "steps_left", "tenant_service")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "output_ids", "sampling", "time_left_s", "namespace", "no_cache", "tenant", "priority", "endpoint", "task", "reserved_output_tokens", "steps_left", "tenant_service", "inserts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +123,7 @@ class RequestBody(_message.Message):
     RESERVED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_LEFT_FIELD_NUMBER: _ClassVar[int]
     TENANT_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    INSERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -122,7 +139,16 @@ class RequestBody(_message.Message):
     reserved_output_tokens: int
     steps_left: int
     tenant_service: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., time_left_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., no_cache: _Optional[bool] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., endpoint: _Optional[str] = ..., task: _Optional[str] = ..., reserved_output_tokens: _Optional[int] = ..., steps_left: _Optional[int] = ..., tenant_service: _Optional[float] = ...) -> None: ...
+    inserts: _containers.RepeatedCompositeFieldContainer[Insert]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., time_left_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., no_cache: _Optional[bool] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., endpoint: _Optional[str] = ..., task: _Optional[str] = ..., reserved_output_tokens: _Optional[int] = ..., steps_left: _Optional[int] = ..., tenant_service: _Optional[float] = ..., inserts: _Optional[_Iterable[_Union[Insert, _Mapping]]] = ...) -> None: ...
+
+class Insert(_message.Message):
+    __slots__ = ("position", "token_ids")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("handle", "submit_seq", "body", "hand_off", "fetch")
