@@ -87,9 +87,10 @@ def life(entries: Sequence[Entry], request_id: str) -> Iterator[str]:
         rows.append([at, f"{1000 * gap_s:.1f}", entry.worker, *(_text(entry, name) for _, name in COLUMNS)])
     yield from _table(rows)
     for entry in mine:
-        terms = entry.fields.get("victim_ms")
+        terms = entry.fields.get("cost_ms")
         if isinstance(terms, Mapping):
-            yield f"{entry.worker} preempted it: " + ", ".join(f"{name} {ms}" for name, ms in terms.items())
+            costs = ", ".join(f"{name} {ms}" for name, ms in terms.items())
+            yield f"{entry.worker} {_text(entry, 'event')} it: {costs}"
 
 
 def overview(entries: Sequence[Entry]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
 from workers.core.scheduler import Scheduler
 from workers.core.settings import SchedulerSettings
+from workers.core.tool_wait import Call
 
 EOS = 0
 ROOT = b"r" * 16
@@ -160,6 +161,7 @@ class World:
         self.delivered: dict[RequestKey, list[int]] = {}
         """What StepEvents delivered, on top of what an earlier attempt had."""
         self.ended: dict[RequestKey, FinishReason] = {}
+        self._calls: dict[RequestKey, int] = {}
         self._keys = count(1)
 
     def make(
@@ -240,7 +242,25 @@ class World:
             if self.seen[key].num_input + offset == len(self.truth[key]):
                 self.truth[key].append(token)
         self.ended |= dict(events.finished)
+        self._take_paused()
         return events
+
+    def call(self, request: Request, num_output: int, **outlook: object) -> None:
+        """The request's output is a tool call up to there; what comes behind is nobody's."""
+        assert self.scheduler.pause(request.key, Call(num_output, **outlook), self.now)  # type: ignore[arg-type]
+        self._calls[request.key] = num_output
+        self._take_paused()
+
+    def answer(self, request: Request, token_ids: list[int]) -> None:
+        assert self.scheduler.resume(request.key, token_ids, self.now)
+        self.truth[request.key] += token_ids
+
+    def _take_paused(self) -> None:
+        paused, self.scheduler.paused = self.scheduler.paused, []
+        for key, _ in paused:
+            if (num_output := self._calls.pop(key, None)) is not None:
+                del self.truth[key][self.seen[key].num_input + num_output :]
+                del self.delivered[key][num_output:]
 
     def step(self) -> StepEvents | None:
         self.scheduler.reserve_adoptions(self.now)

@@ -132,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cost=toy_cost_s,
         )
         self.plan: StepPlan | None = None
+        self.known: dict[RequestKey, int] = {}
         self.asked: set[RequestKey] = set()
         """Tools have added to them: no run alone to compare with."""
         self.gone: dict[RequestKey, str] = {}
@@ -171,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         done = alone(request, world.settings, world.vocab)[:-1][: wish.known] if fits else []
         for token in done:
             request.append(token)
-        request.emitted = len(done)
+        request.emitted = self.known[request.key] = len(done)
         world.truth[request.key] += done
         world.delivered[request.key] += done
         accept = world.scheduler.adopt if request.adopted else world.scheduler.submit
@@ -224,6 +225,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pause(self, data: st.DataObject, keep: Keep) -> None:
         request = data.draw(st.sampled_from(self.decoding()))
         assert self.world.scheduler.pause(request.key, keep, self.world.now)
+
+    @precondition(lambda self: self.callers())
+    @rule(data=st.data(), wait_s=st.sampled_from([0.1, 5.0, 500.0]), lost_share=st.sampled_from([0.0, 0.5]))
+    def call(self, data: st.DataObject, wait_s: float, lost_share: float) -> None:
+        """A call ended some tokens ago; the request may have been preempted since."""
+        request = data.draw(st.sampled_from(self.callers()))
+        num_output = data.draw(st.integers(self.told(request) + 1, request.num_output))
+        self.world.call(request, num_output, wait_s=(wait_s,), lost_share=lost_share)
 
     @precondition(lambda self: self.paused())
     @rule(data=st.data(), answer=st.lists(st.integers(1, 3), min_size=1, max_size=4))
@@ -443,6 +452,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.scheduler.resume(request.key, answer, self.world.now)
         self.world.truth[request.key] += answer
         self.asked.add(request.key)
+
+    def told(self, request: Request) -> int:
+        """Output that no call can end in: an earlier attempt's, or before a tool's answer."""
+        at, count = request.inserts[-1] if request.inserts else (0, 0)
+        return max(self.known.get(request.key, 0), at + count - request.num_input)
+
+    def callers(self) -> list[Request]:
+        states = (State.DECODING, State.PREFILLING, State.PREEMPTED)
+        alive = [r for r in self.alive() if r.state in states and not r.hand_off]
+        return [r for r in alive if r.num_output > self.told(r) and r.key not in self.world._calls]
 
     def decoding(self) -> list[Request]:
         return [r for r in self.alive() if r.state is State.DECODING]

@@ -20,6 +20,7 @@ from headrace.clock import Clock, monotonic
 from headrace.ids import RequestKey
 from headrace.process import EXIT_BROKEN
 from workers.core.plan import StepEvents
+from workers.core.request import Keep
 from workers.core.scheduler import Scheduler
 from workers.runner.base import Runner
 from workers.step_stats import StepStats
@@ -44,6 +45,9 @@ class StepSink(Protocol):
 
     def refused(self, refusals: Sequence[tuple[RequestKey, str]]) -> None:
         """Requests that the scheduler has ended without a step, and why."""
+
+    def paused(self, paused: Sequence[tuple[RequestKey, Keep]]) -> None:
+        """Requests that wait for a tool now; all their tokens have been told."""
 
 
 class Engine:
@@ -93,9 +97,12 @@ class Engine:
             started, predicted_s = self._scheduler.started, self._scheduler.predicted_s
             self.last_schedule_s = self._clock() - planned
             refused, self._scheduler.refused = self._scheduler.refused, []
+            paused, self._scheduler.paused = self._scheduler.paused, []
         self._tell()
         if refused:
             self._sink.refused(refused)
+        if paused:
+            self._sink.paused(paused)
         if plan is None:
             return False
         if started:

@@ -38,11 +38,12 @@ from workers.engine import Engine
 from workers.fetcher import Fetcher
 from workers.intake import REFUSAL_CODES, REFUSAL_TEXTS, Entry, request_from
 from workers.sessions import GatewaySession
+from workers.tool_waits import ToolWaits
 
 log = logging.getLogger("headrace.workers.hub")
 
 
-class Hub:
+class Hub(ToolWaits):
     def __init__(
         self,
         scheduler: Scheduler,

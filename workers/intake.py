@@ -10,6 +10,7 @@ from headrace.sampling import SamplingParams
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.service import Adoption
 from workers.core.request import Request
+from workers.core.tool_wait import UNKNOWN_WAIT_S, Call
 from workers.sessions import GatewaySession
 
 REFUSAL_CODES = {
@@ -87,4 +88,9 @@ def request_from(
         steps_left=body.steps_left if body.HasField("steps_left") else None,
         predicted_output_tokens=body.reserved_output_tokens,
         tenant_service=body.tenant_service,
+        resumed_inserts=[(insert.position, list(insert.token_ids)) for insert in body.inserts],
     )
+
+
+def call_from(message: pb.Pause) -> Call:
+    return Call(message.num_output, tuple(message.wait_s) or UNKNOWN_WAIT_S, message.lost_share, message.tool)

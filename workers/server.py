@@ -175,6 +175,10 @@ class WorkerService(rpc.WorkerServicer):
                     session.resync()
                 case "clear_cache":
                     self._hub.clear_cache(None if message.clear_cache.all else message.clear_cache.tenant)
+                case "pause":
+                    self._hub.pause(session, message.pause)
+                case "resume":
+                    self._hub.resume(session, message.resume)
 
     def _load(self, submit_seq: int) -> pb.LoadReport:
         engine = self._hub.engine

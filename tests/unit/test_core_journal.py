@@ -89,7 +89,7 @@ def test_a_step_is_recorded_as_it_was_planned() -> None:
         "preemptions": 0,
         "output_tokens": 0,
         "cached_tokens": 0,
-        "victim_ms": None,
+        "cost_ms": None,
     }
     assert second.predicted_iteration_ms == predicted_ms
     first_decode = next(r for r in w.of(decode) if r.phase == "decode")
@@ -175,8 +175,8 @@ def test_a_preempted_life_tells_the_way_back_and_what_it_cost(way: str) -> None:
     lost = w.of(victim)[events.index("preempted")]
     assert (lost.reason, lost.preemptions) == (way, 1)
     assert lost.held_blocks > 0 and lost.prefilled_tokens > 0
-    assert lost.victim_ms is not None
-    assert lost.victim_ms.keys() == {"freed_ms", "restore_ms", "deadline_ms", "debt_ms", "nearly_ms", "class_ms"}
+    assert lost.cost_ms is not None
+    assert lost.cost_ms.keys() == {"freed_ms", "restore_ms", "deadline_ms", "debt_ms", "nearly_ms", "class_ms"}
     back = events[events.index("preempted") + 1 :]
     assert back[0] == ("swapped_in" if way == "swap" else "scheduled")
     assert back[-1] == "finished"

@@ -3,8 +3,11 @@
 import pytest
 
 from headrace.core.records import FinishReason
+from headrace.errors import InvariantError
+from headrace.ids import RequestId, RequestKey
+from headrace.sampling import SamplingParams
 from tests.core_world import World, make_settings
-from workers.core.request import Keep, Request, State
+from workers.core.request import HostCopy, Keep, Request, State
 
 
 def answered(world: World, request: Request, answer: list[int]) -> None:
@@ -151,3 +154,159 @@ def test_only_a_decode_pauses() -> None:
     assert not world.scheduler.pause(waiting.key, Keep.KEEP, world.now)
     world.scheduler.finish(waiting.key, FinishReason.CANCELLED, world.now)
     world.assert_drained()
+
+
+# ---- calls that ended some tokens ago
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("dropped", [0, 1, 4, 9])
+def test_what_was_sampled_behind_a_call_is_forgotten(dropped: int, is_running: bool) -> None:
+    """The toy runner checks that the next row sees prompt, call and answer, and nothing of what came between."""
+    world = World()
+    request = world.submit(6, max_tokens=30)
+    while request.num_output < 12:
+        world.step()
+    if is_running:
+        plan = world.schedule()
+        assert plan is not None
+        world.call(request, 12 - dropped)
+        assert request.state is State.DECODING
+        world.apply(plan)
+    else:
+        world.call(request, 12 - dropped)
+    assert (request.state, request.num_output) == (State.TOOL_WAIT, 12 - dropped)
+    world.answer(request, [7, 8, 9])
+    world.run()
+    assert len(world.delivered[request.key]) == 30
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("dropped", range(1, 10))
+def test_nothing_of_what_was_dropped_is_ever_in_the_cache(dropped: int) -> None:
+    world = World()
+    request = world.submit(6, max_tokens=30)
+    while request.num_output < 12:
+        world.step()
+    world.scheduler.catch_up()  # names blocks that are full by then
+    gone = list(request.block_hashes[(18 - dropped) // 4 :])
+    world.call(request, 12 - dropped)
+    world.scheduler.finish(request.key, FinishReason.CANCELLED, world.now)
+    assert world.cache.match(gone[:1]) == []
+    assert len(world.cache) == (18 - dropped - 1) // 4
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("host_blocks", [0, 40])
+def test_a_call_of_a_request_that_was_preempted_since_waits_without_a_return(host_blocks: int) -> None:
+    world = World(make_settings(host_blocks=host_blocks), num_blocks=9)
+    first, second = world.submit(7, max_tokens=24), world.submit(7, max_tokens=24)
+    while not second.preemptions:
+        world.step()
+    assert second.state is State.PREEMPTED
+    world.call(second, second.num_output - 2)
+    assert (second.state, second.block_ids) == (State.TOOL_WAIT, [])
+    assert world.scheduler.load(0, world.now).waiting_requests == 0
+    world.run()
+    assert (first.state, second.state) == (State.FINISHED, State.TOOL_WAIT)
+    world.answer(second, [3, 4])
+    world.run()
+    assert len(world.delivered[second.key]) == 24
+    world.assert_drained()
+
+
+def test_blocks_that_others_may_share_are_not_written_again() -> None:
+    """A request that was preempted behind the call's end has published blocks of what is dropped now."""
+    world = World(num_blocks=9)
+    first, second = world.submit(7, max_tokens=24), world.submit(7, max_tokens=24)
+    while not second.preemptions:
+        world.step()
+    num_output = second.num_output - 6
+    world.scheduler.finish(first.key, FinishReason.CANCELLED, world.now)
+    while second.state is not State.DECODING:
+        world.step()
+    assert second.stored_blocks * 4 > 7 + num_output, "it shares what it had published"
+    world.call(second, num_output, wait_s=(0.0,))
+    assert second.block_ids == []
+    world.answer(second, [3])
+    world.run()
+    world.assert_drained()
+
+
+def test_a_call_under_no_pressure_keeps_and_one_of_a_long_tool_under_pressure_does_not() -> None:
+    world = World(num_blocks=40)
+    for wait_s, keep in ((0.5, "keep"), (1e5, "drop")):
+        before = world.scheduler.counters[f"tool_{keep}"]
+        request = world.submit(9, max_tokens=8)
+        world.step()
+        world.step()
+        world.call(request, request.num_output, wait_s=(wait_s,))
+        assert world.scheduler.counters[f"tool_{keep}"] == before + 1
+        world.answer(request, [1])
+        world.run()
+        shared = [5] * 40
+        for _ in range(60):  # others come and go, and come back for what they had
+            world.submit(shared, max_tokens=2)
+            world.submit(30, max_tokens=2)
+            world.run()
+    world.assert_drained()
+
+
+def test_memory_that_a_paused_request_does_not_keep_is_not_reserved() -> None:
+    world = World()
+    request = world.submit(9, max_tokens=12)
+    world.step()
+    reserved = world.scheduler.admission.reserved_kv_tokens
+    world.scheduler.pause(request.key, Keep.KEEP, world.now)
+    assert world.scheduler.admission.reserved_kv_tokens == reserved
+    world.answer(request, [1, 2])
+    assert world.scheduler.admission.reserved_kv_tokens == reserved + 2
+    world.step()
+    world.step()
+    world.scheduler.pause(request.key, Keep.DROP, world.now)
+    assert world.scheduler.admission.reserved_kv_tokens == 0
+    world.answer(request, [])
+    assert world.scheduler.admission.reserved_kv_tokens == reserved + 2
+    world.run()
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("kind", ["submit", "adopt"])
+def test_a_request_with_answers_of_earlier_attempts_is_as_it_was(kind: str) -> None:
+    world = World()
+    output, inserts = [11, 12, 13, 14], [(2, [21, 22, 23]), (2, [24]), (4, [25, 26])]
+    tokens = [5, 6, 11, 12, 21, 22, 23, 24, 13, 14, 25, 26]
+    request = world.make([5, 6], 9, output=output, adopted=kind == "adopt", resumed_inserts=inserts)
+    world.truth[request.key] = list(tokens)
+    assert request.token_ids == tokens
+    assert (request.num_output, request.num_input, request.emitted) == (4, 8, 4)
+    assert request.output_ids == output
+    assert sorted(request.history[:8]) == sorted([5, 6, 21, 22, 23, 24, 25, 26])
+    if kind == "submit":
+        assert world.scheduler.submit(request, world.now) is None
+    else:
+        assert world.scheduler.adopt(request, world.now) is None
+        assert world.scheduler.reserve_adoptions(world.now) == [request.key]
+        world.pull(request)
+        world.activate(request)
+    world.run()
+    assert len(world.delivered[request.key]) == 9
+    world.assert_drained()
+
+
+def test_an_answer_that_is_not_among_the_output_is_refused() -> None:
+    for inserts in ([(5, [1])], [(3, [1]), (2, [1])], [(-1, [1])]):
+        with pytest.raises(ValueError, match="answer"):
+            Request(RequestKey(1), RequestId("r"), 0, [1], SamplingParams(9), b"", [2, 3, 4], resumed_inserts=inserts)
+
+
+def test_a_call_cannot_end_before_the_last_answer_and_a_copy_shrinks_with_it() -> None:
+    request = World().make([1, 2], 9, output=[3, 4, 5, 6])
+    request.host = HostCopy((0, 1), 5, 0)
+    request.cut(3)
+    assert (request.token_ids, request.host.num_tokens) == ([1, 2, 3, 4, 5], 4)
+    request.insert([7])
+    request.append(8)
+    request.cut(4)
+    with pytest.raises(InvariantError):
+        request.cut(2)

@@ -99,6 +99,15 @@ class QueueAdmission:
         if (booked := self._booked.pop(key, None)) is not None:
             self._kv_tokens.release(booked.kv_tokens, now)
 
+    def rebook(self, key: RequestKey, kv_tokens: int, now: float) -> None:
+        """What it keeps of the memory from now on."""
+        booked = self._booked[key]
+        if kv_tokens > booked.kv_tokens:
+            self._kv_tokens.book(kv_tokens - booked.kv_tokens, now)
+        else:
+            self._kv_tokens.release(booked.kv_tokens - kv_tokens, now)
+        booked.kv_tokens = kv_tokens
+
     @property
     def reserved_kv_tokens(self) -> int:
         return self._kv_tokens.held

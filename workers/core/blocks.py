@@ -42,6 +42,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.evictions = 0
+        self.allocated = 0
+        """Blocks given out since the start."""
         self.on_evict: Callable[[int], None] = lambda _: None
         """Told of a labelled block that is about to be reused; set by the prefix cache."""
         self.idle = IdleBlocks(num_blocks)
@@ -95,6 +97,7 @@ class BlockPool:
             blocks.append(self._free.pop() if self._free else self._evict())
         for block in blocks:
             self._refs[block] = 1
+        self.allocated += n
         return blocks
 
     def evict_ahead(self, num_free: int) -> None:

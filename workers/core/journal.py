@@ -108,8 +108,9 @@ class Record(NamedTuple):
     """Over all attempts."""
     cached_tokens: int
     """Taken from the prefix cache when it was let in."""
-    victim_ms: dict[str, float] | None
-    """preempted: the terms of its score, see `workers.core.preemption`. None: chosen without one, or another event."""
+    cost_ms: dict[str, float] | None
+    """preempted: the terms of its score, see `workers.core.preemption`; paused: of what becomes of its blocks, see
+    `workers.core.tool_wait`. None: chosen without them, or another event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class Journal:
     def preempted(self, request: Request, way: str, score: Score | None, now: float) -> None:
         """Call it while the request still has its blocks."""
         terms = None if score is None else {name: round(ms, 3) for name, ms in asdict(score).items()}
-        self.note(Event.PREEMPTED, request, now, way, victim_ms=terms)
+        self.note(Event.PREEMPTED, request, now, way, cost_ms=terms)
 
     def finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """Call it while the request still has its blocks."""
@@ -224,7 +225,7 @@ class Journal:
         reason: str = "",
         *,
         scheduled_tokens: int = 0,
-        victim_ms: dict[str, float] | None = None,
+        cost_ms: dict[str, float] | None = None,
     ) -> None:
         """Records one event as things stand."""
         life = self._lives.get(request.key)
@@ -258,7 +259,7 @@ class Journal:
                 request.preemptions,
                 num_output,
                 request.ledger.cached_tokens,
-                victim_ms,
+                cost_ms,
             )
         )
 

@@ -113,6 +113,11 @@ class PrefixCache:
             self._idle.hit(block)
         self._pool.incref(blocks)
 
+    def num_tokens_of(self, block: int) -> int:
+        """How many of a block's first tokens may be shared from here; 0 when it is not here, or without its tokens."""
+        entry = self._entries.get(block)
+        return 0 if entry is None else len(entry.tokens)
+
     # ---- coming in
 
     def insert(

@@ -12,9 +12,9 @@
              (adopted) --------+     |  +----------+          |
                                      v                        |
                                    DECODING ------------------+
-                                     |  |
-                                     |  +--> TOOL_WAIT --> PREFILLING | PREEMPTED
+                                     |
                                      v
+    PREFILLING, DECODING, PREEMPTED --> TOOL_WAIT --> PREFILLING | PREEMPTED
     every state ----------------> FINISHED
 
 There are no phases inside: a request is a list of token ids (prompt + output) and a counter of those whose KV is in its
@@ -27,7 +27,7 @@ Does not: allocate, choose, or read a clock.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from headrace.core.records import FinishReason, WorkerLedger
@@ -67,10 +67,10 @@ class State(StrEnum):
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.PREFILLING, State.TRANSFERRING, State.FINISHED}),
-    State.PREFILLING: frozenset({State.DECODING, State.TRANSFERRING, State.PREEMPTED, State.FINISHED}),
+    State.PREFILLING: frozenset({State.DECODING, State.TRANSFERRING, State.PREEMPTED, State.TOOL_WAIT, State.FINISHED}),
     State.TRANSFERRING: frozenset({State.DECODING, State.FINISHED}),
     State.DECODING: frozenset({State.PREEMPTED, State.TOOL_WAIT, State.FINISHED}),
-    State.PREEMPTED: frozenset({State.PREFILLING, State.FINISHED}),
+    State.PREEMPTED: frozenset({State.PREFILLING, State.TOOL_WAIT, State.FINISHED}),
     State.TOOL_WAIT: frozenset({State.PREFILLING, State.PREEMPTED, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
@@ -93,6 +93,8 @@ class Request:
     """h_0 of the block chain: model identity and tenant namespace."""
     resumed_ids: list[int] = field(default_factory=list)
     """Output of earlier attempts; `output_ids` goes on from it."""
+    resumed_inserts: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(output tokens before it, tokens) of what tools answered in earlier attempts, in order."""
     no_cache: bool = False
     """Neither reads nor writes the prefix cache."""
     hand_off: bool = False
@@ -175,9 +177,17 @@ class Request:
     _computed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = [*self.prompt_ids, *self.resumed_ids]
+        self.token_ids = [*self.prompt_ids]
         self.num_input = len(self.prompt_ids)
         self.emitted = len(self.resumed_ids)
+        done = 0
+        for before, answer in self.resumed_inserts:
+            if not done <= before <= self.emitted:
+                raise ValueError("a tool's answer is not among the output")
+            self.token_ids += self.resumed_ids[done:before]
+            self.insert(answer)
+            done = before
+        self.token_ids += self.resumed_ids[done:]
 
     @property
     def computed_tokens(self) -> int:
@@ -277,6 +287,23 @@ class Request:
         self.inserts.append((len(self.token_ids), len(token_ids)))
         self.token_ids += token_ids
         self.num_input += len(token_ids)
+
+    def cut(self, num_output: int) -> None:
+        """Forget what was sampled beyond `num_output` output tokens, and that KV of it was computed. The last token
+        that is left counts as not computed, so that there is always something to go on from.
+
+        Not while decoding. Raises InvariantError when a tool has answered behind that place.
+        """
+        end = self.num_input + num_output
+        if end >= len(self.token_ids):
+            return
+        if self.inserts and end < sum(self.inserts[-1]):
+            raise InvariantError(f"request {self.key}: a call ends before the last tool's answer")
+        del self.token_ids[end:]
+        self._computed = min(self._computed, end - 1)
+        self.emitted = min(self.emitted, num_output)
+        if self.host is not None:
+            self.host = replace(self.host, num_tokens=min(self.host.num_tokens, end - 1))
 
 
 def advance(record: Request, to: State, now: float) -> None:

@@ -123,6 +123,21 @@ class Residency:
                 request.block_ids[full], self._parent(request, full), full, begun, request.tenant
             )
 
+    def can_cut(self, request: Request, num_output: int) -> bool:
+        """False: what would be written anew is in the cache, where others may take it. Only after a preemption behind that
+        place; the request then has to give its blocks up before it goes on.
+        """
+        size, end = self._pool.block_size, request.num_input + num_output - 1
+        if request.stored_blocks * size > end:
+            return False
+        begun = [self._cache.num_tokens_of(block) for block in request.block_ids[end // size :]]
+        return not begun or (begun[0] <= end % size and not any(begun[1:]))
+
+    def cut(self, request: Request, num_output: int) -> None:
+        """`Request.cut`, and the names of blocks that are not full any more."""
+        request.cut(num_output)
+        del request.block_hashes[request.num_tokens // self._pool.block_size :]
+
     def identity(self, request: Request) -> bytes:
         """The name of the prompt in the cache: the hash of its last full block, or b"" without one. Keeps hashes."""
         full = len(request.prompt_ids) // self._pool.block_size

@@ -34,6 +34,7 @@ from workers.core.request import HostCopy, Keep, Request, State
 from workers.core.residency import Residency, quarantine_holder
 from workers.core.settings import SchedulerSettings
 from workers.core.stages import Stage
+from workers.core.tool_wait import Call, TakeRate
 from workers.core.waiting import WaitingLine
 
 
@@ -58,8 +59,14 @@ class Roster:
         """Ended here without a step, and why: deadline_lost | preempted (another worker should take it). The shell
         empties it."""
         self.counters: dict[str, int] = dict.fromkeys(
-            ("preemptions", "recomputed_tokens", "swapped_out", "swapped_in", "routed", "deadline_lost", "paused"), 0
+            (
+                *("preemptions", "recomputed_tokens", "swapped_out", "swapped_in", "routed", "deadline_lost"),
+                *("paused", "tool_keep", "tool_offload", "tool_drop"),
+            ),
+            0,
         )
+        self.paused: list[tuple[RequestKey, Keep]] = []
+        """Wait for a tool since the shell last looked, and what became of their blocks. The shell empties it."""
         self._settings = settings
         self._pool = pool
         self._cache = cache
@@ -87,7 +94,8 @@ class Roster:
         self._flight: Flight | None = None
         self._swap_out: list[tuple[int, int]] = []
         self._to_offload: list[Request] = []
-        self._to_pause: list[tuple[Request, Keep]] = []
+        self._to_pause: list[tuple[Request, Keep | Call]] = []
+        self._take_rate = TakeRate()
         self._pressure = 0.0
         """Blocks that preemptions of late have added to the margin; falls with every step."""
         self._arrivals = 0
@@ -144,7 +152,7 @@ class Roster:
         if list(output_ids[:known]) != request.output_ids or not output_ids:
             raise InvariantError(f"request {key}: handed-off output does not continue the known one")
         room = len(request.block_ids) * self._pool.block_size
-        if num_tokens != len(request.prompt_ids) + len(output_ids) - 1 or num_tokens > room:
+        if num_tokens != request.num_input + len(output_ids) - 1 or num_tokens > room:
             raise InvariantError(f"request {key}: handed-off KV does not cover all tokens but the last")
         for token_id in output_ids[known:]:
             request.append(token_id)

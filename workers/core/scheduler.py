@@ -6,8 +6,9 @@
 
 Requests may end while a step is on its way: tokens that it samples for them are dropped. The caller holds one lock
 around every method, may read everything and changes nothing. It calls `reserve_adoptions` after every method that may
-free blocks (an adoption that waits holds up later prefills), tells the clients of `refused`, and keeps its own
-reference to a Request whose ledger it wants. Does not: read clocks, sample, move bytes, talk.
+free blocks (an adoption that waits holds up later prefills), tells the clients of `refused` and, behind the events of
+earlier steps, of `paused`, and keeps its own reference to a Request whose ledger it wants. Does not: read clocks,
+sample, move bytes, talk.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class Scheduler(Selection):
             self._unlearned.append((flight.shape, self._step_s))
         if self._steps % _PACE_STEPS == 1:
             self._learn_pace()
+            self._see_rate(now)
         gone = {request.key for request in flight.dropped}
         events = StepEvents(started=[key for key in flight.started if key not in gone])
         self._take_in_decodes(flight, result, events, now)

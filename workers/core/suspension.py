@@ -2,16 +2,19 @@
 
     preempted   back in line, by the cheapest way: blocks dropped and computed again, or copied to the host and back, or
                 the request ends here and another worker takes it (`refused`)
-    TOOL_WAIT   no step names it; `Keep` says what becomes of its blocks. Under pressure its blocks go first, its state
-                does not change. It comes back with the tool's tokens: a prefill of what is new
+    TOOL_WAIT   no step names it; what becomes of its blocks is chosen by cost (`workers.core.tool_wait`). Under
+                pressure its blocks go first, its state does not change. It comes back with the tool's tokens: a
+                prefill of what is new
 
 Copies to the host are part of the next step, before it writes anything: until that step is over nobody outside it gets
-blocks (`Roster.reserve_adoptions`). A request that is to pause while a step names it pauses when that is over.
+blocks (`Roster.reserve_adoptions`). A request that is to pause while a step names it pauses when that is over; what it
+has sampled behind the call's end by then is forgotten before anything of it can enter the prefix cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError, Rejected
@@ -20,9 +23,10 @@ from workers.core.journal import Event
 from workers.core.limits import refusal
 from workers.core.packing import Packing
 from workers.core.preemption import Way
-from workers.core.request import HostCopy, Keep, Request, State
+from workers.core.request import TRANSITIONS, HostCopy, Keep, Request, State
 from workers.core.roster import Roster
 from workers.core.stages import Stage
+from workers.core.tool_wait import Call, Costs, Stand, costs
 
 _EASE = 0.1
 _PRESSURE_FALL = 0.99
@@ -36,15 +40,19 @@ class Suspension(Roster):
 
     # ---- tools
 
-    def pause(self, key: RequestKey, keep: Keep, now: float) -> bool:
-        """The request's client runs a tool: nothing is computed until `resume`. False when it does not decode here."""
+    def pause(self, key: RequestKey, how: Keep | Call, now: float) -> bool:
+        """The request's client runs a tool: nothing is computed until `resume`. `paused` tells when it waits, and what
+        became of its blocks: as told, or for a `Call` whatever costs least.
+
+        False when it is gone, hands off, or has sampled nothing here yet.
+        """
         request = self.requests.get(key)
-        if request is None or request.state is not State.DECODING:
+        if request is None or not _can_pause(request):
             return False
         if self._flight is not None and self._flight.names(request):
-            self._to_pause.append((request, keep))
+            self._to_pause.append((request, how))
         else:
-            self._pause(request, keep, now)
+            self._pause(request, how, now)
         return True
 
     def resume(self, key: RequestKey, token_ids: Sequence[int], now: float) -> bool:
@@ -55,11 +63,12 @@ class Suspension(Roster):
         request = self.requests.get(key)
         if request is None or self.resume_refusal(key, len(token_ids)) is not None:
             return False
-        self._to_pause = [(r, keep) for r, keep in self._to_pause if r is not request]
+        self._to_pause = [(r, how) for r, how in self._to_pause if r is not request]
         if request.state is not State.TOOL_WAIT:
             return False
         if token_ids:
             request.insert(list(token_ids))
+        self.admission.rebook(key, request.num_tokens + request.expected_output_tokens, now)
         if request.traced:
             self._journal.note(Event.RESUMED, request, now)
         request.clock.enter(Stage.QUEUE, now)
@@ -103,20 +112,76 @@ class Suspension(Roster):
 
     def _pause_wanted(self, now: float) -> None:
         wanted, self._to_pause = self._to_pause, []
-        for request, keep in wanted:
-            if request.state is State.DECODING:
-                self._pause(request, keep, now)
+        for request, how in wanted:
+            if _can_pause(request):
+                self._pause(request, how, now)
 
-    def _pause(self, request: Request, keep: Keep, now: float) -> None:
+    def _pause(self, request: Request, how: Keep | Call, now: float) -> None:
+        chosen = None
+        if isinstance(how, Call):
+            chosen = costs(self._stand(request, how, now), how)
+            keep = self._keep(request, how, chosen)
+        else:
+            keep = how
         self.counters["paused"] += 1
+        self.counters[f"tool_{keep}"] += 1
         if request.traced:
-            self._journal.note(Event.PAUSED, request, now, keep)
+            terms = None if chosen is None else chosen.rounded()
+            self._journal.note(Event.PAUSED, request, now, keep, cost_ms=terms)
         self._queues.move(request, State.TOOL_WAIT, now)
         request.clock.enter(Stage.TOOL_WAIT, now)
+        request.preempted_at = None
+        if isinstance(how, Call):
+            self._residency.cut(request, how.num_output)
+        if keep is not Keep.KEEP:
+            self.admission.rebook(request.key, 0, now)
         if keep is Keep.OFFLOAD:
             self._to_offload.append(request)
         elif keep is Keep.DROP:
             self._drop(request)
+        self.paused.append((request.key, keep))
+
+    def _keep(self, request: Request, call: Call, chosen: Costs) -> Keep:
+        """The cheapest, where there is a choice."""
+        if not request.block_ids:
+            return Keep.DROP if request.host is None else Keep.OFFLOAD
+        if not self._residency.can_cut(request, call.num_output):
+            return Keep.DROP
+        return chosen.cheapest
+
+    def _stand(self, request: Request, call: Call, now: float) -> Stand:
+        pool, settings = self._pool, self._settings
+        computed = min(request.computed_tokens, request.num_input + call.num_output - 1)
+        table = request.block_ids[: pool.blocks_for(computed)]
+        token_ms = 1000.0 * self._pace.prefill_token_s
+        return Stand(
+            kv_blocks=len(table),
+            held_blocks=sum(1 for block in table if pool.refs(block) == 1),
+            private_blocks=len(table) if request.no_cache else 0,
+            private_tokens=computed if request.no_cache and table else 0,
+            block_ms=token_ms * pool.block_size,
+            token_ms=token_ms,
+            copy_ms=1000.0 * settings.host_copy_block_s,
+            return_ms=1000.0 * self._pause_s,
+            blocks_per_s=self._see_rate(now),
+            free_blocks=pool.free_blocks,
+            available_blocks=pool.available_blocks,
+            saved_ms=self._eviction_ms(),
+            free_host_blocks=self._host.free_blocks,
+            host_blocks=self._host.num_blocks,
+            time_left_s=inf if request.deadline is None else max(0.0, request.deadline - now),
+        )
+
+    def _see_rate(self, now: float) -> float:
+        hits = self._residency.cached_tokens_hit // self._settings.block_size
+        return self._take_rate.see(self._pool.allocated + hits, now)
+
+    def _eviction_ms(self) -> float:
+        """Prefill time that an eviction gives up: a block's, as often as cached blocks were hit so far."""
+        size = self._settings.block_size
+        entered = len(self._cache) + self._pool.evictions
+        hits = self._residency.cached_tokens_hit / size / entered if entered else 0.0
+        return 1000.0 * hits * size * self._pace.prefill_token_s
 
     # ---- preemption
 
@@ -213,3 +278,8 @@ class Suspension(Roster):
         if request.preempted_at is not None:
             self._pause_s += _EASE * (now - request.preempted_at - self._pause_s)
             request.preempted_at = None
+
+
+def _can_pause(request: Request) -> bool:
+    """It has sampled here, or will without anything from outside."""
+    return State.TOOL_WAIT in TRANSITIONS[request.state] and not request.hand_off
