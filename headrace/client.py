@@ -72,6 +72,16 @@ class Options(Sampling, total=False):
     session: str
 
 
+class ToolWait(TypedDict, total=False):
+    """The client runs tools: each choice waits where its text ends with one of `on` (required), until `resume`.
+
+    `tool` labels what is called; how long it takes is learned by it.
+    """
+
+    on: Sequence[str]
+    tool: str
+
+
 def chat(text: str, system: str | None = None) -> list[dict[str, str]]:
     """Messages of one user turn."""
     opening = [] if system is None else [{"role": "system", "content": system}]
@@ -133,11 +143,20 @@ class HeadraceClient:
         explain: bool = False,
         cache_salt: str = "",
         no_cache: bool = False,
+        tool_wait: ToolWait | None = None,
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Iterator[inference_pb2.GenerateStreamResponse]:
-        """Deltas as they come. Closing the iterator, or leaving it, cancels the request on the server."""
+        """Deltas as they come. Closing the iterator, or leaving it, cancels the request on the server.
+
+        With `tool_wait` (and a `request_id` that is not in use) a choice whose delta has `paused` waits for `resume`,
+        which may come from here or from another thread. `timeout_s` goes on meanwhile.
+        """
         request = _request(prompt, model, request_id, explain, cache_salt, no_cache, options)
+        if tool_wait is not None:
+            request.tool_wait.on.extend(tool_wait["on"])
+            request.tool_wait.tool = tool_wait.get("tool", "")
+            request.tool_wait.SetInParent()
         call = self._inference.GenerateStream(request, timeout=self._timeout(timeout_s), metadata=self._metadata)
         try:
             yield from call
@@ -145,6 +164,20 @@ class HeadraceClient:
             raise from_rpc_error(error) from None
         finally:
             call.cancel()
+
+    def resume(self, request_id: str, answer: str | Sequence[int], *, index: int = 0) -> int:
+        """What the tool has answered that a paused choice of `stream` waits for, as text or token ids; perhaps nothing.
+
+        Returns its tokens, which are input. Raises NOT_FOUND or FAILED_PRECONDITION where nobody waits for it, and
+        INVALID_ARGUMENT when it is too long: the choice waits on then.
+        """
+        request = inference_pb2.ResumeRequest(request_id=request_id, index=index)
+        if isinstance(answer, str):
+            request.text = answer
+        else:
+            request.token_ids.ids.extend(answer)
+            request.token_ids.SetInParent()
+        return int(self._call(self._inference.Resume, request).num_tokens)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "") -> list[int]:
         """Token ids of a text, or of chat messages under the model's template."""

@@ -10,7 +10,8 @@ from headrace.core.admission_records import Ticket
 from headrace.core.records import FinishReason
 from router.api import Delta, Explanation, GenerationSpec, Usage
 from router.branch_text import BranchText
-from router.core.flight import Deliver, Ended, Flight
+from router.core.flight import Flight
+from router.core.legs import Deliver, Ended
 from router.text import TextModel
 
 FINISH_NAMES = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -51,7 +52,8 @@ async def deltas(
     Raises the branch's HeadraceError when one fails: the call fails as a whole.
     """
     consumed = [0] * len(branches)
-    texts = [BranchText(text, spec.stop, spec.include_stop, branch.flight.sampling) for branch in branches]
+    calls = spec.tool_wait.on if spec.tool_wait is not None else ()
+    texts = [BranchText(text, spec.stop, spec.include_stop, branch.flight.sampling, calls) for branch in branches]
     num_open = len(branches)
     while num_open:
         branch, event = await events.get()
@@ -62,7 +64,7 @@ async def deltas(
             piece, stopped = texts[branch.index].push(event.token_ids)
             if stopped:
                 stop(branch)
-            yield Delta(branch.index, piece, event.token_ids)
+            yield Delta(branch.index, piece, event.token_ids, paused=event.paused and not stopped)
             continue
         if event.error is not None:
             raise event.error
@@ -70,7 +72,8 @@ async def deltas(
         delta = Delta(branch.index, texts[branch.index].flush(), finish_reason=FINISH_NAMES[event.reason])
         if not num_open:
             cached_tokens = branches[0].flight.timeline.cached_tokens
-            delta.usage = Usage(len(spec.prompt_ids), sum(consumed), cached_tokens)
+            num_input = len(spec.prompt_ids) + sum(branch.flight.num_inserted for branch in branches)
+            delta.usage = Usage(num_input, sum(consumed), cached_tokens)
             delta.explanation = _explanation(branches[0].flight) if spec.explain else None
         yield delta
 

@@ -5,13 +5,22 @@ The doors parse, validate and render; `router.gateway.Gateway` owns the request 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.sampling import SamplingParams
 from headrace.v1.inference_pb2 import RoutingDecision
 from router.text import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class ToolWait:
+    """The client runs tools: each choice waits where its text ends with one of `on`."""
+
+    on: tuple[str, ...]
+    tool: str = ""
+    """The client's label of what is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class GenerationSpec:
     """The id that its messages carry: it names the call as the label does, for `explain`."""
     parent: str = ""
     """Label of a live request of the tenant; unless that ends well, this one is cancelled. '': none."""
+    tool_wait: ToolWait | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,8 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     """stop | length"""
+    paused: bool = False
+    """The text ends with a call of a tool; nothing more comes before `resume`."""
     usage: Usage | None = None
     explanation: Explanation | None = None
 
@@ -96,6 +108,14 @@ class GatewayService(Protocol):
     def generate(self, spec: GenerationSpec) -> AsyncIterator[Delta]: ...
 
     async def cancel(self, tenant: str, label: str) -> bool: ...
+
+    def resume(self, tenant: str, label: str, index: int, token_ids: Sequence[int], field: str) -> None:
+        """What a tool has answered to the choice `index` of the tenant's request of that label: input, perhaps none.
+
+        Raises HeadraceError: no such request or choice, one that does not wait, or an answer (which came in `field`)
+        that is too long; the choice waits on then.
+        """
+        ...
 
     def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
         """The decisions of the tenant's latest call of that name; None when none is remembered."""

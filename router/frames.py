@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from headrace.core.records import CacheChange, WorkerLoad
+from headrace.core.tool_latency import Outlook
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2 as pb
 from router.answer import Branch
 from router.core.decision import Fetch
-from router.core.flight import Leg
+from router.core.legs import Leg
 
 
 def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.RequestBody:
@@ -46,6 +49,7 @@ def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.
         reserved_output_tokens=branch.reserved_output_tokens,
         steps_left=spec.steps_left,
         tenant_service=tenant_service,
+        inserts=[pb.Insert(position=position, token_ids=token_ids) for position, token_ids in flight.inserts],
     )
 
 
@@ -66,6 +70,17 @@ def adopt(leg: Leg, seq: int, request: pb.RequestBody, source: Leg) -> pb.Sessio
         worker_id=source.worker.worker_id, incarnation=source.worker.incarnation, address=source.address
     )
     return pb.SessionRequest(adopt=pb.Adopt(handle=leg.handle, submit_seq=seq, body=request, source=peer))
+
+
+def pause(leg: Leg, num_output: int, tool: str, outlook: Outlook) -> pb.SessionRequest:
+    message = pb.Pause(
+        handle=leg.handle, num_output=num_output, tool=tool, wait_s=outlook.wait_s, lost_share=outlook.lost_share
+    )
+    return pb.SessionRequest(pause=message)
+
+
+def resume(leg: Leg, token_ids: Sequence[int]) -> pb.SessionRequest:
+    return pb.SessionRequest(resume=pb.Resume(handle=leg.handle, token_ids=token_ids))
 
 
 def finish(handle: int, reason: str) -> pb.SessionRequest:

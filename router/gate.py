@@ -108,6 +108,13 @@ class Gate:
     def started(self, ticket: Ticket, now: float) -> None:
         self.admission.started(ticket, now)
 
+    def paused(self, ticket: Ticket, keeps_kv: bool, now: float) -> None:
+        """It waits for a tool."""
+        self.admission.pause(ticket, keeps_kv, now)
+
+    def resumed(self, ticket: Ticket, more_tokens: int, now: float) -> None:
+        self.admission.resume(ticket, more_tokens, now)
+
     def left(self, ticket: Ticket, tenant_index: int, output_tokens: int, now: float) -> None:
         self.admission.leave(ticket, now, output_tokens)
         self.service.leave(tenant_index)

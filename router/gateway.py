@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
@@ -29,19 +29,20 @@ from router import frames
 from router.answer import Branch, Events, deltas
 from router.api import Delta, GenerationSpec
 from router.core.decision import Decision
-from router.core.flight import (
+from router.core.flight import Flight, FlightState
+from router.core.kin import Kin
+from router.core.legs import (
     Action,
     AdoptAt,
     Deliver,
     Ended,
     FinishAt,
-    Flight,
-    FlightState,
     Leg,
     LegKind,
+    PauseAt,
+    ResumeAt,
     SubmitTo,
 )
-from router.core.kin import Kin
 from router.core.placement import Mode
 from router.core.policies import Policy
 from router.core.prefix_index import PrefixIndex
@@ -52,6 +53,7 @@ from router.gate import Admitted, Gate
 from router.session import WorkerSession
 from router.spec import GatewaySpec
 from router.text import TextModel
+from router.tools import Tools, call_finder, check_room, check_unused, waiting
 
 log = logging.getLogger("headrace.router.gateway")
 
@@ -97,6 +99,7 @@ class Gateway:
         )
         self.fleet = Fleet(spec, self, self.router)
         self.gate = Gate(spec)
+        self.tools = Tools()
         self._legs: dict[int, tuple[Branch, Leg]] = {}
         self._live: dict[RequestId, Branch] = {}
         self._kin: Kin[Branch] = Kin()
@@ -113,6 +116,7 @@ class Gateway:
         now = self._clock()
         deadline_s = self.spec.default_deadline_s if spec.deadline_s is None else spec.deadline_s
         parents = self._parents(spec)
+        check_unused(spec, self._kin.find(spec.tenant, spec.label))
         admitted = self._admit(spec, deadline_s, now)
         events: Events = asyncio.Queue()
         timer = None
@@ -138,6 +142,16 @@ class Gateway:
         for branch in branches:
             self._act(branch, branch.flight.cancel(self._clock()))
         return bool(branches)
+
+    def resume(self, tenant: str, label: str, index: int, token_ids: Sequence[int], field: str) -> None:
+        """See `router.api.GatewayService`."""
+        now = self._clock()
+        branch = waiting(self._kin.find(tenant, label), index)
+        check_room(branch.flight, len(token_ids), self.router.most_capacity_tokens, field)
+        self.tools.answered(branch, now)
+        self.gate.resumed(branch.ticket, len(token_ids), now)
+        self._act(branch, branch.flight.answer(token_ids, now))
+        self._place(branch, now)
 
     def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
         """Of a live call under this label, else of the latest one that has ended."""
@@ -212,6 +226,8 @@ class Gateway:
             eos_token_ids=tuple(self.text.eos_token_ids),
             max_attempts=self.spec.max_attempts,
             max_crashes=self.spec.max_worker_crashes,
+            max_model_len=self.spec.max_model_len,
+            ends_call=call_finder(self.text, spec, spec.sampling[index]),
             tenant=spec.tenant,
             session=spec.session,
             expected_output_tokens=admitted.reserved_output_tokens,
@@ -264,13 +280,12 @@ class Gateway:
         if flight.no_cache or not fingerprint:
             return
         size = self.spec.block_size
-        have = (len(flight.prompt_ids) + len(flight.output_ids)) // size
+        have = flight.num_tokens // size
         if branch.hashed_for == fingerprint and len(branch.hashes) >= have:
             return
         known = branch.hashes if branch.hashed_for == fingerprint else ()
         root = request_root(bytes.fromhex(fingerprint), branch.namespace)
-        tokens = [*flight.prompt_ids, *flight.output_ids] if flight.output_ids else flight.prompt_ids
-        branch.hashes = block_hashes(root, tokens, size, known)
+        branch.hashes = block_hashes(root, flight.token_ids, size, known)
         branch.hashed_for = fingerprint
         flight.keys = tuple(cache_key(block_hash) for block_hash in branch.hashes)
 
@@ -290,6 +305,14 @@ class Gateway:
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)
                     self.fleet.send(leg.worker, frames.finish(leg.handle, reason))
+                case PauseAt(leg):
+                    spec, flight = branch.spec, branch.flight
+                    tool = "" if spec.tool_wait is None else spec.tool_wait.tool
+                    frame = frames.pause(leg, len(flight.output_ids), tool, self.tools.outlook(branch))
+                    self._tell(branch, leg, frame)
+                case ResumeAt(leg, token_ids):
+                    self.gate.service.charge_input(branch.tenant_index, len(token_ids))
+                    self._tell(branch, leg, frames.resume(leg, token_ids))
                 case Deliver(token_ids=token_ids):
                     self._learn_from_first(branch)
                     self.gate.service.charge_output(branch.tenant_index, len(token_ids))
@@ -298,10 +321,18 @@ class Gateway:
                     self._ended(branch, reason, error)
                     branch.events.put_nowait((branch, action))
         request_id = branch.flight.request_id
+        if branch.flight.state is FlightState.PAUSED:
+            self.gate.paused(branch.ticket, branch.flight.holds_kv, self._clock())
         if branch.flight.state is FlightState.QUEUED and request_id in self._live:
             self._queued[request_id] = branch
         else:
             self._queued.pop(request_id, None)
+
+    def _tell(self, branch: Branch, leg: Leg, frame: pb.SessionRequest) -> None:
+        """When the session cannot take the frame the leg counts as lost."""
+        if not self.fleet.send(leg.worker, frame):
+            self._legs.pop(leg.handle, None)
+            self._act(branch, branch.flight.lost(leg.worker, dead=False, now=self._clock()))
 
     def _deliver_leg(self, branch: Branch, action: SubmitTo | AdoptAt) -> None:
         """Books and sends; when the session cannot take it the booking is undone and the leg counts as lost."""
@@ -339,6 +370,7 @@ class Gateway:
             self.router.transferred(session.key, ledger.bytes_moved // block_bytes, ledger.transfer_s * 1e3)
 
     def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
+        self.tools.ended(branch, reason)
         if error is None:
             self.counters.completed += 1
             self.gate.completed(branch.spec, branch.flight, reason)
@@ -396,7 +428,7 @@ class Gateway:
         if kind == "cache":
             self.fleet.cache_changed(session, frames.cache_change(frame.cache))
             return
-        if kind not in ("started", "prefilled", "done", "failed"):
+        if kind not in ("started", "prefilled", "paused", "done", "failed"):
             return
         message = getattr(frame, kind)
         if (known := self._legs.get(message.handle)) is None:
@@ -406,11 +438,14 @@ class Gateway:
         if kind == "started":
             self.gate.started(branch.ticket, now)
             if leg.kind is not LegKind.DECODE:
-                computed = len(flight.prompt_ids) + len(flight.output_ids) - message.cached_tokens
+                computed = flight.num_tokens - message.cached_tokens
                 self.gate.service.charge_input(branch.tenant_index, computed, message.cached_tokens)
             self._act(branch, flight.started(leg, self.router, now))
         elif kind == "prefilled":
             flight.prefilled(leg, ledger_from_proto(message.ledger))
+        elif kind == "paused":
+            leg.keeps_kv = message.keep == "keep"
+            self._act(branch, flight.waits(leg, now))
         elif kind == "done":
             del self._legs[leg.handle]
             reason, ledger = FinishReason(message.reason), ledger_from_proto(message.ledger)

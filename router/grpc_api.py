@@ -26,7 +26,7 @@ from headrace.errors import Code, HeadraceError, InvariantError, invalid
 from headrace.process import end_process
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc
-from router.api import Delta, Explanation, GatewayService, GenerationSpec
+from router.api import Delta, Explanation, GatewayService, GenerationSpec, ToolWait
 from router.auth import Authenticator, metadata_value
 from router.door import Door, Prompt
 from router.grpc_health import ReadinessHealth
@@ -34,7 +34,7 @@ from router.messages import parse_messages
 from router.metrics import DoorMetrics
 from router.scalars import label
 from router.spec import GatewaySpec
-from router.validate import MAX_BIASES, Caller, Options, parse_options, steps_left, task_label
+from router.validate import MAX_BIASES, Caller, Options, parse_options, steps_left, task_label, tool_wait
 
 log = logging.getLogger("headrace.router.grpc")
 
@@ -125,6 +125,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         async with _Call(self._door, context, "Generate") as call:
+            if request.HasField("tool_wait"):
+                raise invalid("tool_wait", "needs GenerateStream")
             spec, request_id = await self._prepare(request, context, call.tenant)
             answer = _Answer(request_id, self._door.spec.served_model_name, len(spec.sampling))
             async with call.deltas(spec) as source:
@@ -146,6 +148,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if not name:
                 raise invalid("request_id", "must have at least 1 character")
             return pb.CancelResponse(cancelled=await self._door.gateway.cancel(call.tenant, name))
+
+    async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.ResumeResponse:
+        async with _Call(self._door, context, "Resume") as call:
+            _check_unknown(request)
+            name = label("request_id", request.request_id)
+            if not name:
+                raise invalid("request_id", "must have at least 1 character")
+            match request.WhichOneof("answer"):
+                case "text":
+                    answer = Prompt("text", text=request.text, add_special_tokens=False)
+                case "token_ids":
+                    answer = Prompt("token_ids", ids=request.token_ids.ids)
+                case _:
+                    raise invalid("text", "one of text or token_ids is needed")
+            ids = await self._door.encode(answer)
+            self._door.gateway.resume(call.tenant, name, request.index, ids, answer.field)
+            return pb.ResumeResponse(num_tokens=len(ids))
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
         async with _Call(self._door, context, "Explain") as call:
@@ -214,6 +233,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             task=task_label("task", request.task),
             steps_left=steps_left("steps_left", request.steps_left if request.HasField("steps_left") else None),
             parent=label("parent", request.parent),
+            tool_wait=self._tool_wait(request, name),
         )
         spec = await door.prepare(self._prompt(request), options, caller, explain=request.explain)
         return spec, answer_id
@@ -236,6 +256,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         raw["no_cache"] = request.no_cache
         raw["priority"] = request.priority
         return parse_options(raw, self._door.limits)
+
+    def _tool_wait(self, request: pb.GenerateRequest, name: str) -> ToolWait | None:
+        if not request.HasField("tool_wait"):
+            return None
+        wait, limits = request.tool_wait, self._door.limits
+        # A slice one longer than the limit is enough to be refused by it.
+        return tool_wait(wait.on[: limits.max_stop_strings + 1], wait.tool, name, limits)
 
     def _prompt(self, request: pb.GenerateRequest) -> Prompt:
         match request.WhichOneof("input"):
@@ -343,6 +370,7 @@ def _chunk(request_id: str, delta: Delta) -> pb.GenerateStreamResponse:
                 text=delta.text,
                 token_ids=delta.token_ids,
                 finish_reason=delta.finish_reason or "",
+                paused=delta.paused,
             )
         ],
     )

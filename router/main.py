@@ -47,6 +47,7 @@ class GatewayProcess:
         authenticator = Authenticator(spec.api_keys)
         metrics = DoorMetrics(spec.served_model_name)
         gateway.on_completed = FleetMetrics(gateway, metrics.registry).ended
+        gateway.tools.on_answer = metrics.tool_wait.observe
         metrics.refresh = WorkerMetrics(gateway, metrics.registry).refresh
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
         self._grpc = build_server(gateway, spec, authenticator, metrics=metrics, facts=facts)

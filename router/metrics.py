@@ -16,6 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20)
 _E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOOL_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -43,6 +44,12 @@ class DoorMetrics:
         self.live = Gauge(
             "headrace_num_requests_live", "Requests inside the gateway", ("model_name",), registry=self.registry
         ).labels(model)
+        self.paused = Gauge(
+            "headrace_num_choices_paused", "Choices that wait for a tool", ("model_name",), registry=self.registry
+        ).labels(model)
+        self.tool_wait = histogram(
+            "headrace_tool_wait_seconds", "From the last token of a tool call to the tool's answer", _TOOL_S
+        )
         self.ttft = histogram("headrace_time_to_first_token_seconds", "Received to first token", _TTFT_S)
         self.itl = histogram("headrace_inter_token_latency_seconds", "Between tokens of one choice", _ITL_S)
         self.tpot = histogram(
@@ -77,7 +84,7 @@ class DoorMetrics:
 class RequestMeter:
     """Follows one call. `delta` for each delta as it goes out, `end` exactly once."""
 
-    __slots__ = ("_endpoint", "_metrics", "_num_prompt", "_received_at", "_spans", "_tokens")
+    __slots__ = ("_endpoint", "_metrics", "_num_prompt", "_paused_at", "_received_at", "_spans", "_tokens")
 
     def __init__(self, metrics: DoorMetrics, endpoint: str, num_prompt: int, received_at: float) -> None:
         self._metrics = metrics
@@ -87,32 +94,44 @@ class RequestMeter:
         self._spans: dict[int, tuple[float, float, int]] = {}
         """First and last token's instant and the tokens so far, by branch."""
         self._tokens = 0
+        self._paused_at: dict[int, float] = {}
         metrics.live.inc()
 
     def delta(self, delta: Delta, now: float) -> None:
-        """k tokens together are one gap and k-1 zeros; a branch's first token has no gap."""
+        """k tokens together are one gap and k-1 zeros; a branch's first token has no gap, nor has the first behind a
+        tool's answer, and what lies between is no part of the time that tokens took."""
         tokens = len(delta.token_ids)
+        paused_at = self._paused_at.pop(delta.index, None)
+        if paused_at is not None:
+            self._metrics.paused.dec()
         if tokens:
             if not self._spans:
                 self._metrics.ttft.observe(now - self._received_at)
                 self._metrics.prompt_tokens.inc(self._num_prompt)
             first, last, before = self._spans.get(delta.index, (now, now, 0))
-            if before:
+            if paused_at is not None:
+                first += now - paused_at
+            elif before:
                 self._metrics.itl.observe(now - last)
             for _ in range(tokens - 1):
                 self._metrics.itl.observe(0.0)
             self._spans[delta.index] = (first, now, before + tokens)
             self._tokens += tokens
             self._metrics.generation_tokens.inc(tokens)
+        if delta.paused:
+            self._paused_at[delta.index] = now
+            self._metrics.paused.inc()
         if delta.finish_reason is not None:
             self._metrics.choice_ended(delta.finish_reason)
         if delta.usage is not None:
+            self._metrics.prompt_tokens.inc(delta.usage.prompt_tokens - self._num_prompt)
             self._metrics.cached_tokens.inc(delta.usage.cached_tokens)
 
     def end(self, code: Code | None, now: float) -> None:
         """None: completed. Only a completed request counts in latency and length."""
         metrics = self._metrics
         metrics.live.dec()
+        metrics.paused.dec(len(self._paused_at))
         metrics.ended(self._endpoint, "OK" if code is None else str(code))
         if code is None:
             for first, last, tokens in self._spans.values():

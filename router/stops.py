@@ -62,14 +62,14 @@ class StopMatcher:
         if not self._automata:
             return text, False
         if not armed:
-            return self._take_held() + text, False
+            return self.release() + text, False
         if not self._held and self._first.isdisjoint(text):
             return text, False
         return self._scan(text)
 
     def flush(self) -> str:
         """What was held when the branch ended without a stop."""
-        return "" if self._stopped else self._take_held()
+        return "" if self._stopped else self.release()
 
     def _scan(self, text: str) -> tuple[str, bool]:
         window = self._held + text
@@ -89,8 +89,8 @@ class StopMatcher:
             return text, False
         return window[: len(window) - keep], False
 
-    def _take_held(self) -> str:
-        """What is held and not out yet; every automaton starts anew."""
+    def release(self) -> str:
+        """What is held and not out yet; no stop can have begun before what comes next."""
         held = "" if self._include else self._held
         self._held = ""
         for automaton in self._automata:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from headrace.errors import HeadraceError, invalid
 from headrace.sampling import SamplingParams
-from router.api import GenerationSpec
+from router.api import GenerationSpec, ToolWait
 from router.scalars import INT64_MAX, array, boolean, integer, json_object, label, number, string
 from router.spec import GatewaySpec
 from router.text import TextModel, check_unicode
@@ -102,6 +102,7 @@ class Caller:
     steps_left: int | None = None
     parent: str = ""
     answer_id: str = ""
+    tool_wait: ToolWait | None = None
 
 
 def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
@@ -142,21 +143,33 @@ def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
     )
 
 
-def stop_strings(value: object | None, limits: Limits) -> tuple[str, ...]:
+def stop_strings(
+    value: object | None, limits: Limits, field: str = "stop", what: str = "a stop string"
+) -> tuple[str, ...]:
     """A string or a list of them: few, short (bytes of UTF-8) and not empty."""
     if value is None:
         return ()
-    items = [value] if isinstance(value, str) else array("stop", value, limits.max_stop_strings)
+    items = [value] if isinstance(value, str) else array(field, value, limits.max_stop_strings)
     for item in items:
         if not isinstance(item, str):
-            raise invalid("stop", "must be a string or a list of strings")
+            raise invalid(field, "must be a string or a list of strings")
         if not item:
-            raise invalid("stop", "a stop string must have at least 1 character")
+            raise invalid(field, f"{what} must have at least 1 character")
         # Characters first: encoding a megabyte to count its bytes is the caller's wish, not ours.
         if len(item) > limits.max_stop_bytes or len(item.encode(errors="replace")) > limits.max_stop_bytes:
-            raise invalid("stop", f"a stop string must have at most {limits.max_stop_bytes} bytes")
-        check_unicode("stop", item)
+            raise invalid(field, f"{what} must have at most {limits.max_stop_bytes} bytes")
+        check_unicode(field, item)
     return tuple(dict.fromkeys(str(item) for item in items))
+
+
+def tool_wait(on: Sequence[str], tool: str, request_id: str, limits: Limits) -> ToolWait:
+    """Bounds of stop strings hold for `on`; the client resumes by the id that it has chosen."""
+    if not request_id:
+        raise invalid("request_id", "tool_wait needs one, to resume by")
+    texts = stop_strings(list(on), limits, "tool_wait.on", "a text")
+    if not texts:
+        raise invalid("tool_wait.on", "must have at least 1 text")
+    return ToolWait(texts, task_label("tool_wait.tool", tool))
 
 
 def stop_token_ids(value: object | None, limits: Limits) -> tuple[int, ...]:
@@ -299,6 +312,7 @@ def build_spec(
         priority=options.priority,
         steps_left=caller.steps_left,
         parent=caller.parent,
+        tool_wait=caller.tool_wait,
         answer_id=caller.answer_id,
     )
 

@@ -77,6 +77,8 @@ class EchoGateway:
         self.running: dict[tuple[str, str], list[GenerationSpec]] = {}
         self.specs: list[GenerationSpec] = []
         self.cancelled = 0
+        self.answers: list[tuple[str, str, int, list[int], str]] = []
+        """Arguments of each `resume`."""
         self.answer: Callable[[GenerationSpec, int], Sequence[int]] = echo_tokens
 
     async def generate(self, spec: GenerationSpec) -> AsyncIterator[Delta]:
@@ -118,6 +120,11 @@ class EchoGateway:
 
     async def cancel(self, tenant: str, label: str) -> bool:
         return (tenant, label) in self.running
+
+    def resume(self, tenant: str, label: str, index: int, token_ids: Sequence[int], field: str) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.answers.append((tenant, label, index, list(token_ids), field))
 
     def ready(self) -> bool:
         return self.is_ready

@@ -107,14 +107,19 @@ class Bucket:
 class TenantBook:
     """One tenant's accounts."""
 
-    __slots__ = ("bucket", "kv_bytes", "last_left_at", "live", "watched")
+    __slots__ = ("bucket", "kv_bytes", "last_left_at", "live", "paused", "watched")
 
     def __init__(self, bucket: Bucket) -> None:
         self.live = Account()
+        self.paused = Account()
         self.kv_bytes = Account()
         self.bucket = bucket
         self.last_left_at = 0.0
         self.watched = False
+
+    @property
+    def is_empty(self) -> bool:
+        return self.live.held == 0 and self.paused.held == 0
 
 
 class TenantBooks:
@@ -145,7 +150,7 @@ class TenantBooks:
         """One of the tenant's requests has left."""
         book = self._books[tenant]
         book.last_left_at = now
-        if book.live.held == 0 and not book.watched:
+        if book.is_empty and not book.watched:
             self._watch(tenant, book, now)
 
     def _watch(self, tenant: str, book: TenantBook, now: float) -> None:
@@ -160,7 +165,7 @@ class TenantBooks:
             _, _, tenant = heapq.heappop(self._idle)
             book = self._books[tenant]
             book.watched = False
-            if book.live.held:
+            if not book.is_empty:
                 continue
             if now - book.last_left_at >= IDLE_TENANT_S and book.bucket.full_in_s(now) == 0.0:
                 del self._books[tenant]

@@ -91,6 +91,7 @@ class Admission:
         self._limits = dict(tenants or {})
         self._kv_bytes_per_token = kv_bytes_per_token
         self._live = Account()
+        self._paused = Account()
         self._waiting = Account()
         self._waiting_tokens = Account()
         self._kv_tokens = Account()
@@ -105,6 +106,7 @@ class Admission:
             waiting_tokens=self._waiting_tokens.held,
             reserved_kv_tokens=self._kv_tokens.held,
             queue_s=self._engine_us.held / 1_000_000,
+            paused_requests=self._paused.held,
         )
 
     @property
@@ -147,22 +149,67 @@ class Admission:
             self._waiting_tokens.release(ticket.waiting_tokens, now)
             self._engine_us.release(ticket.engine_us, now)
 
+    def pause(self, ticket: Ticket, keeps_kv: bool, now: float) -> None:
+        """It waits for a tool. It computes nothing and so counts as no request in progress, of its tenant or of all,
+        until `resume`; but not more wait so than may be in progress, since each costs something too. Its KV counts as
+        long as it is kept. May be repeated, with `keeps_kv` false from some time on.
+        """
+        if ticket.state is not TicketState.RUNNING:
+            return
+        book, tenant = self._tenants.known(ticket.tenant), self._tenant_limits(ticket.tenant)
+        if not ticket.paused:
+            bounds = ((self._paused, self._queue.max_live_requests), (book.paused, tenant.max_concurrent_requests))
+            if all(limit is None or account.held < limit for account, limit in bounds):
+                ticket.paused = True
+                self._move(self._live, self._paused, now)
+                self._move(book.live, book.paused, now)
+        if not keeps_kv and not ticket.vacated:
+            self._release_kv(ticket, book, now)
+            ticket.vacated = True
+
+    def resume(self, ticket: Ticket, more_tokens: int, now: float) -> None:
+        """The tool has answered with so many tokens: all is booked again, whatever the bounds say."""
+        if ticket.state is not TicketState.RUNNING:
+            return
+        book = self._tenants.known(ticket.tenant)
+        if ticket.paused:
+            ticket.paused = False
+            self._move(self._paused, self._live, now)
+            self._move(book.paused, book.live, now)
+        if not ticket.vacated:
+            self._release_kv(ticket, book, now)
+        ticket.vacated = False
+        ticket.added_tokens += more_tokens
+        self._kv_tokens.book(ticket.kv_tokens + ticket.added_tokens, now)
+        book.kv_bytes.book((ticket.kv_tokens + ticket.added_tokens) * self._kv_bytes_per_token, now)
+
     def leave(self, ticket: Ticket, now: float, output_tokens: int = 0) -> None:
         """It is over, whatever the reason, with so many tokens of output. Idempotent."""
         if ticket.state is TicketState.LEFT:
             return
-        used_tokens = output_tokens if ticket.state is TicketState.WAITING else ticket.prompt_tokens + output_tokens
+        input_tokens = ticket.prompt_tokens + ticket.added_tokens
+        used_tokens = output_tokens if ticket.state is TicketState.WAITING else input_tokens + output_tokens
         self.started(ticket, now)
         ticket.state = TicketState.LEFT
-        self._live.release(1, now)
-        self._kv_tokens.release(ticket.kv_tokens, now)
         book = self._tenants.known(ticket.tenant)
-        book.live.release(1, now)
-        book.kv_bytes.release(ticket.kv_tokens * self._kv_bytes_per_token, now)
+        (self._paused if ticket.paused else self._live).release(1, now)
+        (book.paused if ticket.paused else book.live).release(1, now)
+        if not ticket.vacated:
+            self._release_kv(ticket, book, now)
         book.bucket.take(used_tokens - ticket.rate_tokens, now)
         self._tenants.left(ticket.tenant, now)
 
     # ---- parts
+
+    def _release_kv(self, ticket: Ticket, book: TenantBook, now: float) -> None:
+        tokens = ticket.kv_tokens + ticket.added_tokens
+        self._kv_tokens.release(tokens, now)
+        book.kv_bytes.release(tokens * self._kv_bytes_per_token, now)
+
+    @staticmethod
+    def _move(source: Account, target: Account, now: float) -> None:
+        source.release(1, now)
+        target.book(1, now)
 
     def _tenant_limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, self._default)

@@ -143,6 +143,12 @@ class Ticket:
     kv_tokens: int
     engine_us: int
     state: TicketState = TicketState.WAITING
+    added_tokens: int = 0
+    """Input that tools have added."""
+    paused: bool = False
+    """Waits for a tool, and counts as no request in progress."""
+    vacated: bool = False
+    """Waits for a tool, and holds no KV."""
 
     @property
     def rate_tokens(self) -> int:
@@ -174,3 +180,5 @@ class Held:
     waiting_tokens: int
     reserved_kv_tokens: int
     queue_s: float
+    paused_requests: int = 0
+    """Those that wait for tools; not among the live ones."""

@@ -4,9 +4,17 @@
        ^                 |
        +---- leg lost ---+      (tokens so far go along; at most `max_attempts` plans, `max_crashes` dead processes)
 
+    RUNNING --a tool is called--> PAUSED --answer, a leg waits for it--> RUNNING
+                                         --answer, no leg is left------> QUEUED
+    every state --cancel, deadline, stop, failure--> ENDED
+
 A *leg* is the request at one worker: `whole` serves all of it, `prefill` computes the prompt and keeps the KV for a
 reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped, so late frames cannot do harm.
 Where a leg goes is the router's choice; the flight knows who may not be chosen again, and keeps each decision.
+
+PAUSED: the client runs a tool. The worker may have sampled on before it hears of that: such tokens are dropped, and the
+answer goes to it only after it has said that it waits, so that none of them can be taken for what follows the answer. A
+leg that is lost meanwhile fails nothing and counts as no attempt: behind the answer there is a new plan.
 
 | invariant | kept by |
 | --- | --- |
@@ -18,7 +26,7 @@ Where a leg goes is the router's choice; the flight knows who may not be chosen 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -26,8 +34,20 @@ from headrace.core.records import FinishReason, WorkerLedger, token_hash
 from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
-from router.core.decision import Decision, Fetch, RouteAsk
+from router.core.decision import Decision, RouteAsk
 from router.core.latency import Timeline
+from router.core.legs import (
+    Action,
+    AdoptAt,
+    Deliver,
+    Ended,
+    FinishAt,
+    Leg,
+    LegKind,
+    PauseAt,
+    ResumeAt,
+    SubmitTo,
+)
 from router.core.placement import Mode, WorkerKey
 from router.core.router import Router
 
@@ -41,62 +61,8 @@ PREEMPTED = "preempted"
 class FlightState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
+    PAUSED = "paused"
     ENDED = "ended"
-
-
-class LegKind(Enum):
-    WHOLE = "whole"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(slots=True)
-class Leg:
-    kind: LegKind
-    worker: WorkerKey
-    address: str
-    handle: int
-    live: bool = True
-    spoke: bool = False
-    """A token came over it: a decode leg that spoke has all its KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitTo:
-    leg: Leg
-    decision: Decision
-    fetch: Fetch | None
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptAt:
-    leg: Leg
-    source: Leg
-    decision: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class FinishAt:
-    leg: Leg
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """New tokens for the client, in order."""
-
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The branch is over: `reason`, or `error` when it failed."""
-
-    reason: FinishReason
-    error: HeadraceError | None = None
-
-
-Action = SubmitTo | AdoptAt | FinishAt | Deliver | Ended
 
 
 @dataclass(slots=True)
@@ -111,10 +77,15 @@ class Flight:
     eos_token_ids: tuple[int, ...] = ()
     max_attempts: int = 3
     max_crashes: int = 2
+    max_model_len: int = 1 << 31
+    ends_call: Callable[[int], bool] | None = None
+    """Told each output token once, in order: does the text of a tool call end with it? None: nobody waits for tools."""
     state: FlightState = FlightState.QUEUED
     attempt: int = 0
     """Plans made so far; the current plan's number."""
     output_ids: list[int] = field(default_factory=list)
+    inserts: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """(output tokens before it, tokens) of what tools have answered."""
     legs: list[Leg] = field(default_factory=list)
     crashed: set[WorkerKey] = field(default_factory=set)
     excluded: set[WorkerKey] = field(default_factory=set)
@@ -138,6 +109,40 @@ class Flight:
     lease_failures: int = 0
     _whole_next: bool = False
     _refusal: HeadraceError | None = None
+    _answer: tuple[int, ...] | None = None
+    """While PAUSED: given, and not yet with a leg."""
+    _plans_for_answers: int = 0
+
+    @property
+    def num_inserted(self) -> int:
+        """Tokens that tools have answered: input that is not in the prompt."""
+        return sum(len(token_ids) for _, token_ids in self.inserts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Everything so far."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_inserted
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Everything so far, in order. A new list."""
+        tokens, done = [*self.prompt_ids], 0
+        for position, answer in self.inserts:
+            tokens += self.output_ids[done:position]
+            tokens += answer
+            done = position
+        return tokens + self.output_ids[done:]
+
+    @property
+    def holds_kv(self) -> bool:
+        """In the pool of a worker, where it decodes or waits for a tool."""
+        leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
+        return leg is not None and leg.keeps_kv
+
+    @property
+    def answerable(self) -> bool:
+        """A tool was called and has not answered."""
+        return self.state is FlightState.PAUSED and self._answer is None
 
     def ask(self, time_left_s: float | None = None) -> RouteAsk:
         """What the router is asked about the request as it stands."""
@@ -145,9 +150,9 @@ class Flight:
         expected = (self.expected_output_tokens or most) - have
         return RouteAsk(
             request_id=self.request_id,
-            num_tokens=len(self.prompt_ids) + have,
+            num_tokens=self.num_tokens,
             keys=self.keys,
-            max_tokens=most - have,
+            max_tokens=max(1, min(most - have, self.max_model_len - self.num_tokens)),
             expected_output_tokens=max(1, min(expected, most - have)),
             mode=Mode.COLOCATED if self._whole_next else self.mode,
             excluded=self.excluded,
@@ -207,12 +212,16 @@ class Flight:
             if self.output_ids[offset] == token_id:
                 return []
             return self._fail(HeadraceError(Code.INTERNAL, "a repeated token differs from the one delivered"), now)
+        if self.state is FlightState.PAUSED:
+            return []
         if offset > have:
             return self._fail(HeadraceError(Code.INTERNAL, "a token is missing from the stream"), now)
         self.output_ids.append(token_id)
         self.timeline.token(now)
         if self.attempt not in self.realised_ms and self.timeline.last_submit is not None:
             self.realised_ms[self.attempt] = (now - self.timeline.last_submit) * 1e3
+        if self.ends_call is not None and self.ends_call(token_id) and self._complete() is None:
+            return [Deliver((token_id,), paused=True), *self._pause(now)]
         return [Deliver((token_id,))]
 
     def prefilled(self, leg: Leg, ledger: WorkerLedger) -> None:
@@ -230,6 +239,8 @@ class Flight:
             return []
         if reason is FinishReason.DEADLINE:
             return self.deadline(now)
+        if self.state is FlightState.PAUSED and output_hash != token_hash(self.output_ids):
+            return self._go_on(now)  # it went on behind the call, and came to an end
         if reason is FinishReason.CANCELLED:
             # A reader that had nothing to adopt leaves the ending to the prefill leg, while there is one.
             return [] if self._leg(LegKind.PREFILL) else self._requeue(now)
@@ -246,6 +257,8 @@ class Flight:
         if not leg.live:
             return []
         leg.live = False
+        if self.state is FlightState.PAUSED:
+            return self._go_on(now)
         if reason in LEASE_FAILURES:
             decode = self._leg(LegKind.DECODE)
             if decode is not None and decode.spoke:
@@ -266,6 +279,10 @@ class Flight:
     def lost(self, worker: WorkerKey, dead: bool, now: float) -> list[Action]:
         """The session to a worker broke; `dead`: its process is gone (or does not answer)."""
         legs = [leg for leg in self.legs if leg.live and leg.worker == worker]
+        if self.state is FlightState.PAUSED:
+            for leg in legs:
+                leg.live = False
+            return self._go_on(now)
         if self.state is not FlightState.RUNNING or not legs:
             return []
         if dead:
@@ -287,7 +304,22 @@ class Flight:
             self.crashed.discard(worker)
             self.excluded.discard(worker)
 
+    def waits(self, leg: Leg, now: float) -> list[Action]:
+        """The worker has paused the request; no token of before comes any more."""
+        leg.waits = leg.live
+        return self._go_on(now)
+
     # ---- facts from the client's side
+
+    def answer(self, token_ids: Sequence[int], now: float) -> list[Action]:
+        """What the tool has answered; perhaps nothing. A no-op unless `answerable`."""
+        if not self.answerable:
+            return []
+        self._answer = tuple(token_ids)
+        if self._answer:
+            self.inserts.append((len(self.output_ids), self._answer))
+        self.timeline.resumed(now)
+        return self._go_on(now)
 
     def stop(self, now: float) -> list[Action]:
         """A stop string was found in the text: a completion."""
@@ -302,6 +334,33 @@ class Flight:
 
     def abort(self, error: HeadraceError, now: float) -> list[Action]:
         return self._fail(error, now)
+
+    # ---- tools
+
+    def _pause(self, now: float) -> list[Action]:
+        """A leg that decodes waits, its KV perhaps too; a hand-off on its way would only go on computing."""
+        self.state = FlightState.PAUSED
+        self.timeline.paused(now)
+        leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
+        return self._finish_legs("cancelled") if leg is None or not leg.spoke else [PauseAt(leg)]
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Out of PAUSED, once there is an answer and either a leg that waits for it or none at all."""
+        if self.state is not FlightState.PAUSED or self._answer is None:
+            return []
+        leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
+        if leg is None:
+            self._answer = None
+            self._plans_for_answers += 1
+            self.state = FlightState.QUEUED
+            self.timeline.replaced(now)
+            return self._finish_legs("cancelled")
+        if not leg.waits:
+            return []
+        answer, self._answer = self._answer, None
+        leg.waits, leg.keeps_kv = False, True
+        self.state = FlightState.RUNNING
+        return [ResumeAt(leg, answer)]
 
     # ---- endings
 
@@ -320,8 +379,9 @@ class Flight:
         finishes = self._finish_legs("cancelled")
         if (reason := self._complete()) is not None:
             return [*finishes, *self._end(Ended(reason), now)]
-        if self.attempt >= self.max_attempts:
-            error = self._refusal or HeadraceError(Code.ABORTED, f"the request failed in {self.attempt} attempts")
+        failures = self.attempt - self._plans_for_answers
+        if failures >= self.max_attempts:
+            error = self._refusal or HeadraceError(Code.ABORTED, f"the request failed in {failures} attempts")
             return [*finishes, *self._fail(error, now)]
         self.state = FlightState.QUEUED
         self.timeline.attempt_lost(now)
@@ -335,7 +395,7 @@ class Flight:
                 return FinishReason.EOS
             if self.output_ids[-1] in params.stop_token_ids:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if have >= params.max_tokens else None
+        return FinishReason.LENGTH if have >= params.max_tokens or self.num_tokens >= self.max_model_len else None
 
     def _finish_legs(self, reason: str) -> list[Action]:
         live = [leg for leg in self.legs if leg.live]
@@ -343,5 +403,5 @@ class Flight:
             leg.live = False
         return [FinishAt(leg, reason) for leg in live]
 
-    def _leg(self, kind: LegKind) -> Leg | None:
-        return next((leg for leg in self.legs if leg.live and leg.kind is kind), None)
+    def _leg(self, *kinds: LegKind) -> Leg | None:
+        return next((leg for leg in self.legs if leg.live and leg.kind in kinds), None)

@@ -358,3 +358,89 @@ def test_streams_opened_and_reset_at_once_leave_nothing(doors: Doors, channel: g
         stub.Generate(pb.GenerateRequest(prompt="a", sampling=pb.SamplingOptions(max_tokens=1))).choices[0].text == "a"
     )
     assert threading.active_count() < 100
+
+
+def waiting(**changes: object) -> pb.GenerateRequest:
+    fields: dict[str, object] = {"on": ["</call>"], "tool": "search"}
+    return pb.GenerateRequest(prompt="a", request_id="job", tool_wait=pb.ToolWait(**(fields | changes)))
+
+
+def test_a_call_that_waits_for_tools_says_where_and_for_which(client: HeadraceClient, doors: Doors) -> None:
+    wait = {"on": ["</call>", "END"], "tool": "search"}
+    list(client.stream("a", max_tokens=1, request_id="job", tool_wait=wait))
+    asked = doors.gateway.specs[-1].tool_wait
+    assert asked is not None and (asked.on, asked.tool) == (("</call>", "END"), "search")
+    list(client.stream("a", max_tokens=1))
+    assert doors.gateway.specs[-1].tool_wait is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (waiting(on=[]), "tool_wait.on"),
+        (waiting(on=[""]), "tool_wait.on"),
+        (waiting(on=["a", "b", "c", "d", "e"]), "tool_wait.on"),
+        (waiting(on=["x" * 1025]), "tool_wait.on"),
+        (waiting(on=["é" * 513]), "tool_wait.on"),
+        (waiting(tool="a b"), "tool_wait.tool"),
+        (waiting(tool="x" * 65), "tool_wait.tool"),
+        (pb.GenerateRequest(prompt="a", tool_wait=pb.ToolWait(on=["x"])), "request_id"),
+    ],
+)
+def test_waits_for_tools_that_cannot_be_are_refused_by_field(
+    doors: Doors, request_: pb.GenerateRequest, field: str
+) -> None:
+    with grpc.insecure_channel(doors.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.GenerateStream(request_, timeout=5))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert dict(caught.value.trailing_metadata())["headrace-field"] == field
+
+
+def test_one_answer_in_one_message_cannot_wait_for_a_tool(doors: Doors) -> None:
+    with grpc.insecure_channel(doors.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        inference_pb2_grpc.InferenceStub(channel).Generate(waiting(), timeout=5)
+    assert dict(caught.value.trailing_metadata())["headrace-field"] == "tool_wait"
+
+
+def test_an_answer_is_text_without_special_tokens_or_token_ids(client: HeadraceClient, doors: Doors) -> None:
+    doors.gateway.answers.clear()
+    assert client.resume("job", "hello world") == len(client.tokenize("hello world"))
+    assert client.resume("job", [5, 6, 7], index=1) == 3
+    assert client.resume("job", "") == client.resume("job", []) == 0
+    ids = client.tokenize("hello world")
+    assert [(label, index, answer, field) for _, label, index, answer, field in doors.gateway.answers] == [
+        ("job", 0, ids, "text"),
+        ("job", 1, [5, 6, 7], "token_ids"),
+        ("job", 0, [], "text"),
+        ("job", 0, [], "token_ids"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (pb.ResumeRequest(text="a"), "request_id"),
+        (pb.ResumeRequest(request_id="job"), "text"),
+        (pb.ResumeRequest(request_id="job", text="a" * 10**5), "text"),
+        (pb.ResumeRequest(request_id="job", token_ids=pb.TokenIds(ids=[2**40])), "token_ids"),
+        (pb.ResumeRequest(request_id="job", token_ids=pb.TokenIds(ids=[1] * 10**5)), "token_ids"),
+    ],
+)
+def test_answers_that_cannot_be_are_refused_by_field(doors: Doors, call: pb.ResumeRequest, field: str) -> None:
+    with grpc.insecure_channel(doors.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        inference_pb2_grpc.InferenceStub(channel).Resume(call, timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata())["headrace-field"] == field
+
+
+def test_a_refused_answer_keeps_its_reason(client: HeadraceClient, doors: Doors) -> None:
+    doors.gateway.refuse = HeadraceError(Code.FAILED_PRECONDITION, "no", field="index", reason="not_paused")
+    try:
+        with pytest.raises(HeadraceError) as caught:
+            client.resume("job", "x")
+    finally:
+        doors.gateway.refuse = None
+    error = caught.value
+    assert (error.code, error.field, error.reason) == (Code.FAILED_PRECONDITION, "index", "not_paused")

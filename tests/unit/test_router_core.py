@@ -13,7 +13,8 @@ from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
 from router.core.audit import GatewayAccount, WorkerAccount, findings
-from router.core.flight import AdoptAt, Deliver, Ended, FinishAt, Flight, FlightState, LegKind, SubmitTo
+from router.core.flight import Flight, FlightState
+from router.core.legs import AdoptAt, Deliver, Ended, FinishAt, LegKind, SubmitTo
 from router.core.placement import Mode, WorkerKey
 from router.core.router import Router
 

@@ -124,8 +124,8 @@ class Residency:
             )
 
     def can_cut(self, request: Request, num_output: int) -> bool:
-        """False: what would be written anew is in the cache, where others may take it. Only after a preemption behind that
-        place; the request then has to give its blocks up before it goes on.
+        """False: what would be written anew is in the cache, where others may take it. Only after a preemption behind
+        that place; the request then has to give its blocks up before it goes on.
         """
         size, end = self._pool.block_size, request.num_input + num_output - 1
         if request.stored_blocks * size > end:

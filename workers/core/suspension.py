@@ -177,11 +177,9 @@ class Suspension(Roster):
         return self._take_rate.see(self._pool.allocated + hits, now)
 
     def _eviction_ms(self) -> float:
-        """Prefill time that an eviction gives up: a block's, as often as cached blocks were hit so far."""
-        size = self._settings.block_size
+        """Prefill time that an eviction gives up: what a cached block has saved so far, on average."""
         entered = len(self._cache) + self._pool.evictions
-        hits = self._residency.cached_tokens_hit / size / entered if entered else 0.0
-        return 1000.0 * hits * size * self._pace.prefill_token_s
+        return self._residency.saved_prefill_ms / entered if entered else 0.0
 
     # ---- preemption
 

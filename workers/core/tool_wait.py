@@ -7,8 +7,8 @@
     drop     again:    prefill of what the prefix cache will have lost by then
              return:   as above
 
-With r blocks given out or hit a second, f blocks free, a blocks free or evictable, n blocks that only this request uses, each
-worth v ms to the cache, and a pause of T seconds:
+With r blocks given out or hit a second, f blocks free, a blocks free or evictable, n blocks that this request alone
+uses, each worth v ms to the cache, and a pause of T seconds:
 
     extra evictions of keep(T) = n * max(0, r T - f) / a          the cache turns over once in a / r seconds
     lost by then(T)            = min(n, max(0, r T - a))          blocks given up now are the last to be evicted
