@@ -115,8 +115,7 @@ class PrefixCache:
 
     def num_tokens_of(self, block: int) -> int:
         """How many of a block's first tokens may be shared from here; 0 when it is not here, or without its tokens."""
-        entry = self._entries.get(block)
-        return 0 if entry is None else len(entry.tokens)
+        return 0 if self._pool.label_of(block) is None else len(self._tokens[block])
 
     # ---- coming in
 
