@@ -12,9 +12,11 @@ python -m bench longprompt [--mix]      what a long prompt does to those who dec
                                         between tokens; with --mix random arrivals under an ITL target
 python -m bench prefix [--address HOST:PORT] [--api-key KEY --api-key OTHERS_KEY]
                                         what a shared prefix saves on a running deployment: reuse, fetch, tenants
-python -m bench schedule host           what one iteration of it costs this machine, in real time
+python -m bench route [quality|trace NAME|gateways|grid]
+                                        routing policies over eight virtual workers: hits, latency, balance, goodput
 python -m bench routing                 what the router costs: prefix look-ups on a trace (beside Dynamo's radix tree
                                         where that is installed), decisions, cache events, memory
+python -m bench schedule host           what one iteration of it costs this machine, in real time
 """
 
 from __future__ import annotations
@@ -74,11 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     long.add_argument("--mix", action="store_true", help="random arrivals instead of one prompt")
     long.add_argument("--seconds", type=float, default=60.0, help="mix: length of a trial")
     long.add_argument("--rate", type=float, default=0.3, help="mix: arrivals a second")
-    route = commands.add_parser("routing")
-    route.add_argument("--trace", default="../shared/traces/mooncake_conversation.jsonl.gz", help="Mooncake's format")
-    route.add_argument("--workers", type=int, default=64, help="that the trace's requests are spread over")
-    route.add_argument("--rounds", type=int, default=500, help="decisions")
-    route.add_argument("--seed", type=int, default=1)
+    costs = commands.add_parser("routing")
+    costs.add_argument("--trace", default="../shared/traces/mooncake_conversation.jsonl.gz", help="Mooncake's format")
+    costs.add_argument("--workers", type=int, default=64, help="that the trace's requests are spread over")
+    costs.add_argument("--rounds", type=int, default=500, help="decisions")
+    costs.add_argument("--seed", type=int, default=1)
     shared = commands.add_parser("prefix")
     shared.add_argument("--address", default="127.0.0.1:50051")
     shared.add_argument("--api-key", action="append", default=[], help="of a tenant; a second one measures isolation")
@@ -86,6 +88,19 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--busy", type=int, default=4000, help="tokens of the prompt that keeps the holder busy")
     shared.add_argument("--rounds", type=int, default=5)
     shared.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
+    route = commands.add_parser("route")
+    route.add_argument("what", choices=["quality", "trace", "gateways", "grid"])
+    route.add_argument(
+        "trace", nargs="*", help="trace: mooncake_conversation, mooncake_synthetic, azure_conv, azure_code"
+    )
+    route.add_argument(
+        "--workloads", nargs="+", help="quality: some of zipf, system_prompt, chats, bursts, slow_worker"
+    )
+    route.add_argument("--policies", nargs="+", help="instead of all")
+    route.add_argument("--seeds", type=int, default=10)
+    route.add_argument("--traces", default="../shared/traces", help="trace: the folder that has them")
+    route.add_argument("--requests", type=int, help="trace: only so many, from the first on")
+    route.add_argument("--speed", type=float, default=1.0, help="trace: times as fast as recorded")
     return parser
 
 
@@ -115,10 +130,15 @@ def main() -> None:
 
         servers = dict(server.split("=", 1) for server in args.server)
         compare.run(servers, args.concurrency, args.input, args.output, args.rounds, args.vocab, args.seed)
-    elif args.name == "routing":
-        from bench import routing
+    elif args.name == "route":
+        from bench.simulate import routing
 
-        routing.run(args.trace, args.workers, args.rounds, args.seed)
+        options = {key: value for key, value in vars(args).items() if key != "name"}
+        routing.run(**options)
+    elif args.name == "routing":
+        from bench import routing as costs
+
+        costs.run(args.trace, args.workers, args.rounds, args.seed)
     elif args.name == "prefix":
         from bench import prefix
 

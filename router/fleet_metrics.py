@@ -53,7 +53,7 @@ class FleetMetrics(Collector):
             registry=registry,
             buckets=_RATIO,
         ).labels(self._model)
-        gateway.on_first_token = self.first_token
+        gateway.placing.on_first_token = self.first_token
         registry.register(self)
 
     def first_token(self, plan: Decision, realised_ms: float, regret_ms: float) -> None:
@@ -108,7 +108,7 @@ class FleetMetrics(Collector):
         plans = CounterMetricFamily(
             "headrace_routing_plans", "Plans by their kind and why", labels=("model_name", "kind", "reason")
         )
-        for (kind, reason), count in sorted(gateway.plans.items()):
+        for (kind, reason), count in sorted(gateway.placing.plans.items()):
             plans.add_metric((self._model, kind, reason), float(count))
         yield plans
 

@@ -12,23 +12,20 @@ import logging
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.clock import Clock, monotonic
-from headrace.core.records import FinishReason, WorkerLedger, cache_key
+from headrace.core.records import FinishReason
 from headrace.errors import Code, HeadraceError
 from headrace.ids import IdFactory, RequestId, random_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1.inference_pb2 import RoutingDecision
-from kvtransfer.core.identity import block_hashes, namespace_id, request_root
 from kvtransfer.wire import ledger_from_proto
 from router import frames
 from router.answer import Branch, Events, deltas
 from router.api import Delta, GenerationSpec
-from router.core.decision import Decision
 from router.core.flight import Flight, FlightState
 from router.core.kin import Kin
 from router.core.legs import (
@@ -44,12 +41,9 @@ from router.core.legs import (
     SubmitTo,
 )
 from router.core.placement import Mode
-from router.core.policies import Policy
-from router.core.prefix_index import PrefixIndex
-from router.core.router import Router
-from router.explanations import Explanations, Routed, explained
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
+from router.placing import Placing
 from router.session import WorkerSession
 from router.spec import GatewaySpec
 from router.text import TextModel
@@ -86,27 +80,19 @@ class Gateway:
         self.counters = Counters()
         self.on_completed: Callable[[Flight], None] = lambda flight: None
         """Told each branch that ended in good order; set by whoever keeps metrics."""
-        self.on_first_token: Callable[[Decision, float, float], None] = lambda plan, realised_ms, regret_ms: None
-        """Told each attempt's first token, with the regret of its plan; set by whoever keeps metrics."""
-        self.plans: Counter[tuple[str, str]] = Counter()
-        """What the router chose, by (kind, reason)."""
         self._ids = ids
         self._clock = clock
         self._mode = Mode(spec.mode)
         self._handles = itertools.count(1)
-        self.router = Router(
-            chance, spec.routing, Policy(spec.routing_policy), PrefixIndex(max_entries=spec.max_index_entries)
-        )
+        self.placing = Placing(spec, chance, lambda: self.fleet.fingerprint())
+        self.router = self.placing.router
         self.fleet = Fleet(spec, self, self.router)
         self.gate = Gate(spec)
         self.tools = Tools()
         self._legs: dict[int, tuple[Branch, Leg]] = {}
         self._live: dict[RequestId, Branch] = {}
         self._kin: Kin[Branch] = Kin()
-        self._explanations = Explanations()
-        self._generations: Counter[str | None] = Counter()
-        """How often each tenant's cache was cleared; None: everybody's."""
-        self._queued: dict[RequestId, Branch] = {}
+        self._queued = self.placing.queued
         self._draining = False
 
     # ---- the waist
@@ -133,8 +119,7 @@ class Gateway:
             for branch in branches:
                 self._act(branch, branch.flight.cancel(self._clock()))
                 self._forget(branch)
-            choices = [Routed.of(branch.flight) for branch in branches]
-            self._explanations.keep(spec.tenant, (spec.label, spec.answer_id), choices)
+            self.placing.ended(spec, branches)
 
     async def cancel(self, tenant: str, label: str) -> bool:
         """Cancels every live request of the tenant under this label, and their branches."""
@@ -155,9 +140,7 @@ class Gateway:
 
     def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
         """Of a live call under this label, else of the latest one that has ended."""
-        live = [Routed.of(branch.flight) for branch in self._kin.find(tenant, label)]
-        choices = live or self._explanations.find(tenant, label)
-        return list(explained(choices, self.router, self.spec.block_size)) if choices else None
+        return self.placing.explain(self._kin.find(tenant, label), tenant, label)
 
     def ready(self) -> bool:
         if self._draining:
@@ -171,12 +154,8 @@ class Gateway:
         return frozenset(self._live)
 
     def clear_cache(self, tenant: str | None) -> tuple[list[str], list[str]]:
-        """Has the workers forget what is cached for the tenant, or for all (None): (told, told when they are back).
-
-        New requests of this gateway name their blocks anew, so that no order of arrival lets one hit or fetch what was
-        cached before.
-        """
-        self._generations[tenant] += 1
+        """Has the workers forget what is cached for the tenant, or for all (None): (told, told when they are back)."""
+        self.placing.cleared(tenant)
         return self.fleet.clear_cache(tenant)
 
     def drain(self) -> None:
@@ -236,13 +215,11 @@ class Gateway:
         flight.timeline.received = spec.received_at or now
         flight.timeline.tokenized = spec.tokenized_at or now
         flight.timeline.accepted = now
-        generation = self._generations[spec.tenant] + self._generations[None]
-        namespace = namespace_id(spec.tenant, spec.cache_salt, self.spec.cache_namespace_secret, generation)
         return Branch(
             flight=flight,
             index=index,
             spec=spec,
-            namespace=namespace,
+            namespace=self.placing.namespace(spec),
             deadline=deadline,
             events=events,
             ticket=admitted.tickets[index],
@@ -271,27 +248,12 @@ class Gateway:
     def _place(self, branch: Branch, now: float) -> None:
         flight = branch.flight
         if flight.state is FlightState.QUEUED:
-            self._name_blocks(branch)
+            self.placing.name_blocks(branch)
             self._act(branch, flight.place(self.router, now, branch.deadline - now))
-
-    def _name_blocks(self, branch: Branch) -> None:
-        """Brings the flight's keys up to date: what it has by now, as the workers name it."""
-        flight, fingerprint = branch.flight, self.fleet.fingerprint()
-        if flight.no_cache or not fingerprint:
-            return
-        size = self.spec.block_size
-        have = flight.num_tokens // size
-        if branch.hashed_for == fingerprint and len(branch.hashes) >= have:
-            return
-        known = branch.hashes if branch.hashed_for == fingerprint else ()
-        root = request_root(bytes.fromhex(fingerprint), branch.namespace)
-        branch.hashes = block_hashes(root, flight.token_ids, size, known)
-        branch.hashed_for = fingerprint
-        flight.keys = tuple(cache_key(block_hash) for block_hash in branch.hashes)
 
     def _place_queued(self) -> None:
         now = self._clock()
-        for branch in list(self._queued.values()):
+        for branch in self.placing.to_try(now):
             self._place(branch, now)
 
     def _act(self, branch: Branch, actions: list[Action]) -> None:
@@ -314,7 +276,7 @@ class Gateway:
                     self.gate.service.charge_input(branch.tenant_index, len(token_ids))
                     self._tell(branch, leg, frames.resume(leg, token_ids))
                 case Deliver(token_ids=token_ids):
-                    self._learn_from_first(branch)
+                    self.placing.learn_from_first(branch)
                     self.gate.service.charge_output(branch.tenant_index, len(token_ids))
                     branch.events.put_nowait((branch, action))
                 case Ended(reason, error):
@@ -337,7 +299,7 @@ class Gateway:
     def _deliver_leg(self, branch: Branch, action: SubmitTo | AdoptAt) -> None:
         """Books and sends; when the session cannot take it the booking is undone and the leg counts as lost."""
         flight, leg, router = branch.flight, action.leg, self.router
-        self.plans[action.decision.kind, action.decision.reason] += 1
+        self.placing.plans[action.decision.kind, action.decision.reason] += 1
         seq = router.book(action.decision, flight.ask(), self._clock())
         service = self.gate.service.counter(branch.tenant_index)
         body = frames.body(branch, max(branch.deadline - self._clock(), 0.0), service)
@@ -352,22 +314,6 @@ class Gateway:
             router.undo(leg.worker, seq)
             self._legs.pop(leg.handle, None)
             self._act(branch, flight.lost(leg.worker, dead=False, now=self._clock()))
-
-    def _learn_from_first(self, branch: Branch) -> None:
-        """The first token of an attempt: what the plan promised against what came of it."""
-        flight = branch.flight
-        if flight.attempt in branch.learned or flight.attempt not in flight.realised_ms:
-            return
-        branch.learned.add(flight.attempt)
-        plan = next((d for at, d in flight.decisions if at == flight.attempt), None)
-        if plan is not None:
-            realised_ms = flight.realised_ms[flight.attempt]
-            self.on_first_token(plan, realised_ms, self.router.completed(plan, realised_ms))
-
-    def _learn_lane(self, session: WorkerSession, ledger: WorkerLedger) -> None:
-        block_bytes = self.spec.kv_bytes_per_token * self.spec.block_size
-        if ledger.bytes_moved and block_bytes:
-            self.router.transferred(session.key, ledger.bytes_moved // block_bytes, ledger.transfer_s * 1e3)
 
     def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
         self.tools.ended(branch, reason)
@@ -449,7 +395,7 @@ class Gateway:
         elif kind == "done":
             del self._legs[leg.handle]
             reason, ledger = FinishReason(message.reason), ledger_from_proto(message.ledger)
-            self._learn_lane(session, ledger)
+            self.placing.learn_lane(session.key, ledger)
             self._act(branch, flight.done(leg, reason, ledger, now, message.output_hash))
         elif kind == "failed":
             del self._legs[leg.handle]

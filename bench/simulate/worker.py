@@ -150,8 +150,11 @@ class _Live:
     recomputed: int = 0
 
 
-class VirtualWorker:
-    """Runs once. `predictor` and `service` go to the scheduler as they are."""
+class Stepper:
+    """A scheduler whose steps last what `cost` says. It has no clock: `begin`, and `scheduler.apply` at `Step.end_s`.
+
+    `predictor` and `service` go to the scheduler as they are.
+    """
 
     def __init__(
         self,
@@ -169,11 +172,47 @@ class VirtualWorker:
         `ratios`: further such factors, one drawn for each step; a profile's quantiles are a measured machine's noise.
         """
         self.pool = BlockPool(num_blocks, settings.block_size)
-        self.scheduler = Scheduler(settings, self.pool, PrefixCache(self.pool), predictor, service)
+        self.cache = PrefixCache(self.pool)
+        self.scheduler = Scheduler(settings, self.pool, self.cache, predictor, service)
         self._cost = cost
         self._sigma = sigma
         self._ratios = ratios
         self._random = Random(seed)
+
+    def begin(self, now: float) -> tuple[StepPlan, Step] | None:
+        """The next step; None when there is nothing to compute now."""
+        plan = self.scheduler.schedule(now)
+        if plan is None:
+            return None
+        shape = shape_of(plan)
+        return plan, Step(now, now + (self._seconds(shape) if plan.keys else 0.0), shape)
+
+    def _seconds(self, shape: StepShape) -> float:
+        factor = exp(self._random.gauss(0.0, self._sigma)) if self._sigma else 1.0
+        if self._ratios:
+            factor *= self._random.choice(self._ratios)
+        return self._cost(shape) * factor
+
+
+class VirtualWorker(Stepper):
+    """Serves a list of jobs alone. Runs once."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        num_blocks: int,
+        cost: Cost = default_cost,
+        *,
+        sigma: float = 0.0,
+        ratios: Sequence[float] = (),
+        seed: int = 0,
+        predictor: StepPredictor | None = None,
+        service: ServiceCounters | None = None,
+    ) -> None:
+        """As for Stepper."""
+        super().__init__(
+            settings, num_blocks, cost, sigma=sigma, ratios=ratios, seed=seed, predictor=predictor, service=service
+        )
         self._live: dict[RequestKey, _Live] = {}
         self._steps: list[Step] = []
         self._polls = 0
@@ -189,13 +228,12 @@ class VirtualWorker:
         while (coming or self._live) and now < until_s:
             self._take_in(coming, now)
             self.scheduler.expire(now)
-            plan = self.scheduler.schedule(now)
+            begun = self.begin(now)
             self._notice_ends(now)
-            if plan is None:
+            if begun is None:
                 now = self._idle_until(coming, now)
                 continue
-            shape = shape_of(plan)
-            step = Step(now, now + (self._seconds(shape) if plan.keys else 0.0), shape)
+            plan, step = begun
             self._take_in(coming, step.end_s)
             self._end(step, plan)
             now = step.end_s
@@ -229,12 +267,6 @@ class VirtualWorker:
         if self._polls > MOST_POLLS:
             raise RuntimeError(f"{len(self._live)} requests wait and nothing runs, at {now:.3f} s")
         return min(arrival, now + POLL_S)
-
-    def _seconds(self, shape: StepShape) -> float:
-        factor = exp(self._random.gauss(0.0, self._sigma)) if self._sigma else 1.0
-        if self._ratios:
-            factor *= self._random.choice(self._ratios)
-        return self._cost(shape) * factor
 
     def _end(self, step: Step, plan: StepPlan) -> None:
         for key, start, num in zip(plan.keys, plan.start_pos, plan.num_tokens, strict=True):

@@ -30,6 +30,8 @@ TERMS = (
 NUM_TERMS = len(TERMS)
 (QUEUE, MEMORY_WAIT, PREFILL_WORK, RESTORE, FETCH, TRANSFER, DECODING, INTERFERENCE) = range(8)
 (CONTENTION, PRESSURE, EVICTION, DUPLICATION, SESSION, ADAPTER, TOPOLOGY, DEADLINE) = range(8, NUM_TERMS)
+NUM_FIRST_TOKEN_TERMS = FETCH + 1
+"""The first so many terms are together the predicted time to the first token, but for the queue's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,7 @@ class Work:
     output_tokens: int
     """Expected still."""
     best_depth: int
-    """Blocks that the best holder has, or is about to make."""
-    told_depth: int
     """Blocks that the best holder has."""
-    makers: int
-    """Workers that are making more than that."""
     busy: float
     """0..1, the share of time in which a prefill finds another one ahead of it."""
     time_left_ms: float | None = None
@@ -126,52 +124,40 @@ def decode_terms(
 def prefill_terms(
     table: FleetTable,
     depths: Ints,
-    fetched: Ints | None,
-    fetch_ms: Floats | None,
+    fetched: Ints,
+    fetch_ms: Floats,
     held: Holding,
     work: Work,
     settings: RoutingSettings,
     affinity: Affinity,
 ) -> Floats:
-    """[NUM_TERMS, k, n] of prefilling at each of the first n slots: k is 1, or 2 with `fetched` and `fetch_ms` given,
-    [n] blocks that would be fetched there first and the exposed time of it. Decoding there is apart.
+    """[NUM_TERMS, k, n] of prefilling at each of the first n slots, in k ways. Decoding there is apart.
+
+    fetched: [k, n] blocks that would be fetched there first; fetch_ms: [k, n] the exposed time of waiting for them.
     """
     n, steps = len(depths), table.steps
-    cached = depths[None] if fetched is None else np.stack([depths, depths + fetched])
+    cached = depths + fetched
     start = np.minimum(cached * table.block_sizes, work.num_tokens - 1)
-    tokens = work.num_tokens - start
-    compute, alone = steps.prefill_ms(tokens, start)
+    compute, alone = steps.prefill_ms(work.num_tokens - start, start)
     terms = np.zeros((NUM_TERMS, *compute.shape))
     terms[QUEUE] = settings.queue_weight * table.queue_ms[:n]
     terms[MEMORY_WAIT] = held.wait_ms
-    terms[PREFILL_WORK] = compute
+    terms[PREFILL_WORK] = settings.prefill_weight * compute
     terms[RESTORE] = table.restore_ms[:n] * (settings.restored_share * depths)
-    if fetch_ms is not None:
-        terms[FETCH, 1] = fetch_ms
+    terms[FETCH] = fetch_ms
     terms[INTERFERENCE] = settings.interference_weight * table.rows[:n] * np.maximum(compute - alone, 0.0)
     later = work.busy / max(1.0 - work.busy, 1e-3)
-    later = min(max(later, settings.least_contention), settings.most_contention)
+    later = min(max(settings.least_contention, later), settings.most_contention)
     terms[CONTENTION] = settings.contention_weight * later * compute
     terms[EVICTION] = held.eviction_ms
     copied = np.maximum(work.best_depth - depths, 0)
-    # Blocks that are being made elsewhere, and those that are there and could be fetched. Siblings that wait at m
-    # workers wait 1 / m each, so one maker more saves about 1 / m ** 2 of it.
-    soon = np.maximum(work.best_depth - np.maximum(cached, work.told_depth), 0)
-    made = np.maximum(work.told_depth - cached, 0)
-    again = (settings.sibling_weight * work.makers**2 * soon + settings.redundant_weight * made) * table.block_sizes
-    terms[DUPLICATION] = again / np.maximum(tokens, 1) * compute
-    terms[DUPLICATION] += settings.duplication_weight * copied * table.eviction_ms[:n]
+    terms[DUPLICATION] = settings.duplication_weight * copied * table.eviction_ms[:n]
     if affinity.session is not None:
         terms[SESSION] = settings.session_ms
         terms[SESSION, :, affinity.session] = 0.0
     if affinity.adapter is not None:
         terms[ADAPTER] = settings.adapter_ms * ~affinity.adapter
     if work.time_left_ms is not None:
-        late = first_token_ms(terms, settings) - work.time_left_ms
-        terms[DEADLINE] = settings.deadline_weight * np.maximum(late, 0.0)
+        first = terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0)
+        terms[DEADLINE] = settings.deadline_weight * np.maximum(first - work.time_left_ms, 0.0)
     return terms
-
-
-def first_token_ms(terms: Floats, settings: RoutingSettings) -> Floats:
-    """[...] the predicted time to the first token, of weighted terms [NUM_TERMS, ...]."""
-    return np.asarray(terms[QUEUE] / settings.queue_weight + terms[MEMORY_WAIT : FETCH + 1].sum(axis=0))

@@ -45,6 +45,9 @@ class RouteAsk:
     adapter: str = ""
     time_left_s: float | None = None
     no_cache: bool = False
+    may_wait: bool = False
+    """`choose` may answer that it is better to ask again when the next load or cache change has come: its prefix is
+    being computed, or read, where it could use it."""
 
     @property
     def most_tokens(self) -> int:

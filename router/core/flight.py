@@ -161,6 +161,7 @@ class Flight:
             session=self.session,
             time_left_s=time_left_s,
             no_cache=self.no_cache,
+            may_wait=self.attempt == 0 and self._refusal is None,
         )
 
     # ---- placing

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -116,17 +117,35 @@ def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Mask:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """All candidates of a request, [k, n] over slots: row 0 computes what a worker lacks, row 1 fetches first."""
+    """All candidates of a request, [k, n] over slots. Row 0 computes what a worker lacks; row 1 fetches first, from
+    whoever has most now; row 2 waits for whoever will have most soon, and fetches then.
+    """
 
     terms: Floats
     """[NUM_TERMS, k, n] weighted milliseconds."""
     usable: Mask
     depths: Ints
-    """[n] blocks that each worker holds."""
-    fetched: Ints | None
-    """[n] blocks that row 1 fetches."""
+    """[n] blocks that each worker holds, or will."""
+    fetched: Ints
+    """[k, n] blocks that are fetched."""
+    source: Callable[[int], int]
+    """Slot -> the slot that a fetch to it reads from."""
+    waits: Mask
+    """[k, n] the request should not be sent yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Blocks that workers will have soon, because of requests that were sent to them. All [n]."""
+
     readable: Ints
-    """[n] blocks that can be fetched from each."""
+    """Blocks that each worker has now, of those that it has or will have."""
+    wait_ms: Floats
+    """Until it has the rest."""
+    is_read: Mask
+    """The rest comes from a peer: a request sent there now would not wait for it, as it does for what is computed."""
+    reads_ms: Floats
+    """Until what each was asked to send before is sent."""
 
 
 def plan_all(
@@ -134,28 +153,41 @@ def plan_all(
     lanes: Lanes,
     part: Eligible,
     depths: Ints,
-    readable: Ints | None,
+    coming: Coming | None,
     work: Work,
     settings: RoutingSettings,
     affinity: Affinity,
 ) -> Plans:
-    """depths: [n] over the slots ever used; readable: [n] of these blocks, those that can be fetched from there now;
-    None: no fetches."""
+    """depths: [n] over the slots ever used; coming: None: neither fetch nor wait."""
     n = len(depths)
     starts = part.prefill | part.whole
     holder = part.holder & (depths > 0)
-    usable, fetched, fetch_ms = (starts | holder)[None], None, None
     block_ms = lanes.block_ms(table.lane[:n], table.num_lanes)
-    if readable is not None and work.best_depth >= settings.least_fetch_blocks:
-        more = _best_on_lane(table, readable) - depths
-        has_more = starts & (more >= settings.least_fetch_blocks)
-        if has_more.any():
-            fetched = more
-            usable = np.concatenate([usable, has_more[None]])
-            # It is read while the worker is busy with what is ahead.
-            fetch_ms = np.maximum(settings.fetch_overhead_ms + more * block_ms - table.queue_ms[:n], 0.0)
+    nothing = np.zeros(n, np.int64)
+    usable, fetched, fetch_ms, waits = [starts | holder], [nothing], [np.zeros(n)], [np.zeros(n, np.bool_)]
+    source = partial(holder_of, table, depths, np.zeros(n))
+    if coming is not None and work.best_depth >= settings.least_fetch_blocks:
+        readable, queue_ms = coming.readable, table.queue_ms[:n]
+        source = partial(holder_of, table, readable, coming.reads_ms)
+        waits[0] = coming.is_read
+        fetch_ms[0] = np.where(coming.is_read, np.maximum(coming.wait_ms - queue_ms, 0.0), 0.0)
+        now = _best_on_lane(table, readable)
+        soon = _best_on_lane(table, depths)
+        for best, wait_ms in (
+            (now, _reads_ahead(table, readable, now, coming.reads_ms)),
+            (soon, _least_wait(depths, coming.wait_ms)),
+        ):
+            more = best - depths
+            able = starts & (more >= settings.least_fetch_blocks) & ((best > now) if best is soon else True)
+            if able.any():
+                usable.append(able)
+                fetched.append(np.maximum(more, 0))
+                # It is read while the worker is busy with what is ahead.
+                read_ms = settings.fetch_overhead_ms + more * block_ms
+                fetch_ms.append(np.maximum(wait_ms + read_ms - queue_ms, 0.0))
+                waits.append(able if best is soon else np.zeros(n, np.bool_))
     held = holding(table, depths, work, settings)
-    terms = prefill_terms(table, depths, fetched, fetch_ms, held, work, settings, affinity)
+    terms = prefill_terms(table, depths, np.stack(fetched), np.stack(fetch_ms), held, work, settings, affinity)
     decoding = decode_terms(table, depths, held, work, settings, 0.0)
     whole = part.whole | holder
     if whole.any():
@@ -169,15 +201,15 @@ def plan_all(
         size = table.block_sizes
         left = np.minimum(np.maximum(work.num_tokens - depths * size, 1), settings.chunk_tokens)
         terms[TRANSFER] = part.prefill * (-(-left // size) * block_ms)
-    return Plans(terms, usable, depths, fetched, depths if readable is None else readable)
+    return Plans(terms, np.stack(usable), depths, np.stack(fetched), source, np.stack(waits))
 
 
-def holder_of(table: FleetTable, readable: Ints, slot: int) -> int:
-    """The least busy of the workers on that slot's lane that most can be fetched from."""
+def holder_of(table: FleetTable, readable: Ints, reads_ms: Floats, slot: int) -> int:
+    """The one of the workers on that slot's lane that most can be fetched from that can send first."""
     n = len(readable)
     able = np.flatnonzero(table.live[:n] & (table.lane[:n] == table.lane[slot]))
     deepest = able[readable[able] == readable[able].max()]
-    return int(deepest[table.queue_ms[deepest].argmin()])
+    return int(deepest[reads_ms[deepest].argmin()])
 
 
 def decode_all(
@@ -199,6 +231,20 @@ def decode_all(
     if source is not None:
         terms[TOPOLOGY] = settings.topology_ms * (table.node[:n] != table.node[source])
     return terms
+
+
+def _reads_ahead(table: FleetTable, readable: Ints, best: Ints, reads_ms: Floats) -> Floats:
+    """[n] until the first of those on each one's lane that hold most can send."""
+    least = np.full(table.num_lanes, np.inf)
+    lane = table.lane[: len(readable)]
+    able = table.live[: len(readable)] & (readable == best)
+    np.minimum.at(least, lane[able], reads_ms[able])
+    return least[lane]
+
+
+def _least_wait(depths: Ints, wait_ms: Floats) -> float:
+    """Until the first of those that will have most has it."""
+    return float(wait_ms[depths == depths.max()].min())
 
 
 def _best_on_lane(table: FleetTable, depths: Ints) -> Ints:

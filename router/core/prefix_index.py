@@ -44,6 +44,17 @@ class _Slot:
     keys: set[int] = field(default_factory=set)
     expected: dict[int, int] = field(default_factory=dict)
     """Key -> how many tickets name it."""
+    makers: dict[int, int] = field(default_factory=dict)
+    """Key -> the first of those tickets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    slot: int
+    keys: tuple[int, ...]
+    """Those that the worker had not told of."""
+    ready_at: float
+    is_read: bool
 
 
 class PrefixIndex:
@@ -54,7 +65,7 @@ class PrefixIndex:
         self._max_entries = max_entries
         self._masks: dict[int, int] = {}
         self._slots: dict[int, _Slot] = {}
-        self._tickets: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._tickets: dict[int, _Ticket] = {}
         self._due: list[tuple[float, int]] = []
         self._next_ticket = 1
         self._rows: dict[int, NDArray[np.int64]] = {}
@@ -111,14 +122,15 @@ class PrefixIndex:
             return
         self._unset(slot, known.keys | known.expected.keys())
         self.entries -= len(known.keys)
-        for ticket in [t for t, (at, _) in self._tickets.items() if at == slot]:
+        for ticket in [number for number, ticket in self._tickets.items() if ticket.slot == slot]:
             del self._tickets[ticket]
 
     # ---- what this gateway expects
 
-    def expect(self, slot: int, keys: Sequence[int], until: float) -> int:
+    def expect(self, slot: int, keys: Sequence[int], until: float, ready_at: float = 0.0, is_read: bool = False) -> int:
         """A request that was just sent there will make these blocks: claims them until the worker tells that they are
-        gone, the ticket returned is withdrawn, or `until` has passed.
+        gone, the ticket returned is withdrawn, or `until` has passed. `ready_at`: when they should be there;
+        `is_read`: they come from a peer.
         """
         known = self._slot(slot)
         have, expected, bit, masks = known.keys, known.expected, 1 << slot, self._masks
@@ -127,18 +139,22 @@ class PrefixIndex:
             masks[key] = masks.get(key, 0) | bit
             expected[key] = expected.get(key, 0) + 1
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._tickets[ticket] = (slot, fresh)
+        for key in fresh:
+            known.makers.setdefault(key, ticket)
+        self._tickets[ticket] = _Ticket(slot, fresh, ready_at, is_read)
         heappush(self._due, (until, ticket))
         return ticket
 
     def withdraw(self, ticket: int) -> None:
         """The request did not get there, or its blocks were told of by now. Idempotent."""
-        slot, keys = self._tickets.pop(ticket, (-1, ()))
-        known = self._slots.get(slot)
-        if known is None:
+        made = self._tickets.pop(ticket, None)
+        known = None if made is None else self._slots.get(made.slot)
+        if made is None or known is None:
             return
-        expected, gone = known.expected, []
-        for key in keys:
+        slot, expected, gone = made.slot, known.expected, []
+        for key in made.keys:
+            if known.makers.get(key) == ticket:
+                del known.makers[key]
             count = expected.get(key, 0)
             if count > 1:
                 expected[key] = count - 1
@@ -201,31 +217,35 @@ class PrefixIndex:
                 ending ^= 1 << slot
         return depths[:num_slots]
 
-    def told(self, keys: Sequence[int], depths: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`depths` of `lookup`, less blocks that are only expected: what can be read from each worker now. Exact for
-        the workers that have most on their lane; `lanes`: one a slot.
-        """
-        held, best = depths, dict[int, int]()
-        for slot in np.argsort(-depths, kind="stable").tolist():
-            high, lane = int(depths[slot]), int(lanes[slot])
-            if not high:
-                break
-            low = best.get(lane, 0)
-            if high < low:
-                continue
+    def told(self, keys: Sequence[int], depths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`depths` of `lookup` without blocks that are only expected: what can be read from each worker now."""
+        held = depths
+        for slot in np.flatnonzero(depths).tolist():
             known = self._slots[slot]
-            if known.expected and keys[high - 1] not in known.keys:
-                at = 0
-                while high - at > 1:
-                    middle = (at + high) // 2
-                    if keys[middle - 1] in known.keys:
-                        at = middle
-                    else:
-                        high = middle
+            if not known.expected:
+                continue
+            low, high = 0, int(depths[slot])
+            while low < high:
+                middle = (low + high + 1) // 2
+                if keys[middle - 1] in known.keys:
+                    low = middle
+                else:
+                    high = middle - 1
+            if low < depths[slot]:
                 held = held.copy() if held is depths else held
-                held[slot] = high = at
-            best[lane] = max(low, high)
+                held[slot] = low
         return held
+
+    def coming(self, slot: int, key: int) -> tuple[float, bool]:
+        """(when this expected block should be there, whether it comes from a peer); (0.0, False): not known."""
+        known = self._slots[slot]
+        ticket = self._tickets.get(known.makers.get(key, -1))
+        return (0.0, False) if ticket is None else (ticket.ready_at, ticket.is_read)
+
+    def holders(self, key: int) -> list[int]:
+        """Slots whose workers have, or are expected to make, this block."""
+        mask = self._masks.get(key, 0)
+        return [slot for slot in range(mask.bit_length()) if mask >> slot & 1]
 
     def keys_of(self, slot: int) -> frozenset[int]:
         """What the worker has told of."""

@@ -6,23 +6,23 @@ delivered. Does not: send, know clocks, or have chance of its own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
-from router.core.cost import TERMS, Affinity, Mask, Work, first_token_ms
+from router.core.cost import NUM_FIRST_TOKEN_TERMS, TERMS, Affinity, Mask, Work
 from router.core.decision import KINDS, Candidates, Decision, Fetch, PlanKind, RouteAsk
 from router.core.fleet_table import DECODE, Booking, FleetTable
 from router.core.lanes import Lanes
 from router.core.placement import Mode, WorkerKey
 from router.core.plans import (
+    Coming,
     Eligible,
     Plans,
     decode_all,
     decode_pool,
     eligible,
-    holder_of,
     plan_all,
     ready_mask,
 )
@@ -76,6 +76,8 @@ class Router:
         self._busy = 0.0
         self._busy_at: float | None = None
         self._tickets: dict[WorkerKey, dict[int, int]] = {}
+        self._sends_until: dict[int, float] = {}
+        """Slot -> when what was to be fetched from it is sent."""
         self._sessions: OrderedDict[tuple[str, str], WorkerKey] = OrderedDict()
         self._adapters: OrderedDict[str, set[WorkerKey]] = OrderedDict()
 
@@ -99,6 +101,7 @@ class Router:
         slot = self.table.down(key)
         if slot is not None:
             self.index.forget(slot)
+            self._sends_until.pop(slot, None)
         self._tickets.pop(key, None)
         for workers in self._adapters.values():
             workers.discard(key)
@@ -122,7 +125,7 @@ class Router:
     # ---- choosing
 
     def choose(self, ask: RouteAsk, now: float) -> Decision | None:
-        """The plan; None when no worker can take the request now."""
+        """The plan; None when no worker can take the request now, or when one that `may_wait` should."""
         table = self.table
         table.steps.refresh()
         self.index.expire(now)
@@ -138,13 +141,19 @@ class Router:
             place = choose_by(self.policy, queued_tokens(table, pool), depths[pool], self._turn, self._chance)
             part = part.only(int(pool[place]))
         best_depth = int((depths * ready).max(initial=0))
-        readable = self.index.told(ask.keys, depths, table.lane) if is_cost else None
-        told_depth = best_depth if readable is None else int((readable * ready).max(initial=0))
-        makers = int((depths > told_depth).sum())
-        work = self._work(ask, best_depth, told_depth, makers)
-        plans = plan_all(table, self.lanes, part, depths, readable, work, self.settings, self._affinity(ask))
-        costs = np.where(plans.usable, plans.terms.sum(axis=0), np.inf).ravel()
-        return self._decide(part, plans, costs, lowest(costs, self._chance), best_depth, ask.num_tokens, part.reason)
+        work = self._work(ask, best_depth)
+        coming = self._coming(ask, depths, now) if is_cost else None
+        if coming is not None and not ask.may_wait:
+            # Sent now, it would not wait for what is being read there.
+            depths = np.where(coming.is_read, coming.readable, depths)
+            coming = replace(coming, is_read=np.zeros_like(coming.is_read))
+        plans = plan_all(table, self.lanes, part, depths, coming, work, self.settings, self._affinity(ask))
+        usable = plans.usable if ask.may_wait else plans.usable & ~plans.waits
+        costs = np.where(usable, plans.terms.sum(axis=0), np.inf).ravel()
+        chosen = lowest(costs, self._chance)
+        if plans.waits.ravel()[chosen]:
+            return None
+        return self._decide(part, plans, costs, chosen, best_depth, ask.num_tokens, part.reason)
 
     def choose_decode(self, ask: RouteAsk, source: WorkerKey, now: float) -> Decision | None:
         """The decode worker for a prefill that has started at `source` (SPEC E7); None when there is none."""
@@ -159,7 +168,7 @@ class Router:
             return None
         depths = self._depths(ask)
         best_depth = int((depths * pool).max(initial=0))
-        terms = decode_all(table, self.lanes, depths, self._work(ask, best_depth, best_depth, 0), self.settings, at)
+        terms = decode_all(table, self.lanes, depths, self._work(ask, best_depth), self.settings, at)
         costs = np.where(pool, terms.sum(axis=0), np.inf)
         if self.policy is Policy.COST:
             slot = lowest(costs, self._chance)
@@ -167,7 +176,8 @@ class Router:
             slots = np.flatnonzero(pool)
             place = choose_by(self.policy, queued_tokens(table, slots), depths[slots], self._turn, self._chance)
             slot = int(slots[place])
-        plans = Plans(terms[:, None], pool[None], depths, None, depths)
+        nothing = np.zeros((1, len(depths)), np.int64)
+        plans = Plans(terms[:, None], pool[None], depths, nothing, int, nothing > 0)
         return self._decide(None, plans, costs, slot, best_depth, ask.num_tokens, "late")
 
     def can_place(self, mode: Mode, most_tokens: int) -> bool:
@@ -206,9 +216,15 @@ class Router:
             blocks=max(0, -(-ask.num_tokens // size) - decision.held_blocks),
         )
         seq = table.book(worker, booking)
+        if decision.fetch is not None and (source := table.slot(decision.fetch.source)) is not None:
+            lane_ms = float(np.max(self.lanes.block_ms(table.lane[source : source + 1], table.num_lanes)))
+            begin = max(now, self._sends_until.get(source, now))
+            self._sends_until[source] = begin + 1e-3 * lane_ms * (decision.fetch.num_blocks - decision.held_blocks)
         if ask.keys and not ask.no_cache:
             until = now + self.settings.expect_s + 3e-3 * decision.predicted_ttft_ms
-            self._tickets.setdefault(worker, {})[seq] = self.index.expect(slot, ask.keys, until)
+            ready_at = now + 1e-3 * decision.predicted_ttft_ms
+            ticket = self.index.expect(slot, ask.keys, until, ready_at, decision.fetch is not None)
+            self._tickets.setdefault(worker, {})[seq] = ticket
         if ask.session:
             self._sessions[ask.tenant, ask.session] = worker
             self._sessions.move_to_end((ask.tenant, ask.session))
@@ -239,7 +255,7 @@ class Router:
         slot = self.table.slot(decision.worker)
         if slot is not None and predicted > 0.0:
             self.table.steps.observe(slot, realised_ttft_ms / predicted)
-        quickest = first_token_ms(decision.candidates.terms.astype(np.float64), self.settings).min()
+        quickest = decision.candidates.terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0).min()
         regret = max(0.0, realised_ttft_ms - float(quickest))
         self.regret_ms += regret
         return regret
@@ -289,9 +305,20 @@ class Router:
             return np.zeros(self.table.num_slots, np.int64)
         return self.index.lookup(ask.keys, self.table.num_slots)
 
-    def _work(self, ask: RouteAsk, best_depth: int, told_depth: int, makers: int) -> Work:
+    def _coming(self, ask: RouteAsk, depths: Ints, now: float) -> Coming:
+        readable = self.index.told(ask.keys, depths)
+        wait_ms, is_read = np.zeros(len(depths)), np.zeros(len(depths), np.bool_)
+        for slot in np.flatnonzero(readable < depths).tolist():
+            ready_at, is_read[slot] = self.index.coming(slot, ask.keys[int(depths[slot]) - 1])
+            wait_ms[slot] = max(0.0, ready_at - now) * 1e3
+        reads_ms = np.zeros(len(depths))
+        for slot, until in self._sends_until.items():
+            reads_ms[slot] = max(0.0, until - now) * 1e3
+        return Coming(readable, wait_ms, is_read, reads_ms)
+
+    def _work(self, ask: RouteAsk, best_depth: int) -> Work:
         left_ms = None if ask.time_left_s is None else ask.time_left_s * 1e3
-        return Work(ask.num_tokens, ask.expected_output_tokens, best_depth, told_depth, makers, self._busy, left_ms)
+        return Work(ask.num_tokens, ask.expected_output_tokens, best_depth, self._busy, left_ms)
 
     def _affinity(self, ask: RouteAsk) -> Affinity:
         home = self._sessions.get((ask.tenant, ask.session)) if ask.session else None
@@ -323,9 +350,9 @@ class Router:
         table, n = self.table, len(plans.depths)
         row, slot = divmod(chosen, n)
         held = int(plans.depths[slot])
-        fetched = int(plans.fetched[slot]) if row and plans.fetched is not None else 0
-        fetch = Fetch(table.key(holder_of(table, plans.readable, slot)), held + fetched) if fetched else None
-        kind = PlanKind.DECODE if part is None else KINDS[int(part.kinds(np.array([slot]))[0]) + row]
+        fetched = int(plans.fetched[row, slot])
+        fetch = Fetch(table.key(plans.source(slot)), held + fetched) if fetched else None
+        kind = PlanKind.DECODE if part is None else KINDS[int(part.kinds(np.array([slot]))[0]) + (fetched > 0)]
         terms = plans.terms[:, row, slot]
         booked_ms = 0.0
         if part is not None:
@@ -341,7 +368,7 @@ class Router:
             terms=tuple(terms.tolist()),
             held_blocks=held,
             cached_blocks=held + fetched,
-            predicted_ttft_ms=float(first_token_ms(terms, self.settings)),
+            predicted_ttft_ms=float(terms[:NUM_FIRST_TOKEN_TERMS].sum()),
             booked_ms=booked_ms,
             diverged_at_block=best_depth,
             candidates=self._keep(part, plans, costs),
@@ -350,13 +377,13 @@ class Router:
     def _keep(self, part: Eligible | None, plans: Plans, costs: Floats) -> Candidates:
         """The cheapest candidates' columns."""
         n, most = len(plans.depths), self.settings.most_explained
-        at = plans.usable.ravel().nonzero()[0]
+        at = np.isfinite(costs).nonzero()[0]
         considered = len(at)
         if considered > most:
             at = at[np.argpartition(costs[at], most)[:most]]
         rows, slots = np.divmod(at, n)
-        fetched = rows * plans.fetched[slots] if plans.fetched is not None else np.zeros_like(rows)
-        kinds = np.full(len(at), _DECODE) if part is None else part.kinds(slots) + rows
+        fetched = plans.fetched[rows, slots]
+        kinds = np.full(len(at), _DECODE) if part is None else part.kinds(slots) + (fetched > 0)
         return Candidates(
             self.table.roster,
             kinds.astype(np.int8),

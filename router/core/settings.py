@@ -10,24 +10,20 @@ class RoutingSettings:
     """Of one gateway. `*_weight`: on a term of `router.core.cost.TERMS`; `*_ms`: the price of a preference missed."""
 
     queue_weight: float = 1.0
-    """Above 0. That of the prefill is 1.0: the others are relative to it."""
-    decode_weight: float = 0.2
-    interference_weight: float = 0.2
-    """Both below 1: a millisecond in the middle of an answer is missed less than one before it begins."""
+    prefill_weight: float = 1.0
+    decode_weight: float = 0.25
+    interference_weight: float = 0.25
+    """Of both: nobody waits for a later token as for the first. Measured: at 1.0 a prompt rather queues behind others
+    than beside decodes, and the 99th percentile of the first token is 10 % later."""
     contention_weight: float = 1.0
-    least_contention: float = 0.1
+    least_contention: float = 0.25
+    """Later milliseconds that one of prefill costs at least: where nobody waits now, a burst may be on its way."""
     most_contention: float = 4.0
-    """Bounds of the later milliseconds that one of prefill is taken to cost."""
+    """Most later milliseconds that one of prefill is taken to cost."""
     pressure_weight: float = 1.0
     eviction_weight: float = 1.0
     duplication_weight: float = 0.25
     """Share of the copied blocks' price; a hot prefix earns its copies back."""
-    redundant_weight: float = 0.5
-    """Price of a millisecond of prefill that makes blocks which another worker has."""
-    sibling_weight: float = 1.0
-    """The same of blocks that another worker is making at this moment, times the square of how many are. It keeps a
-    burst of siblings together: what each would gain elsewhere is small, and all of them would go.
-    """
     deadline_weight: float = 10.0
     """Milliseconds that one of lateness is worth."""
     session_ms: float = 1.0

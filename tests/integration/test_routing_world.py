@@ -66,7 +66,7 @@ async def ask(w: World, tokens: list[int], gateway: Gateway | None = None, **opt
 
 
 def chosen(gateway: Gateway, label: str) -> Decision:
-    (routed,) = gateway._explanations.find("t", label)
+    (routed,) = gateway.placing._explanations.find("t", label)
     return routed.decisions[0][1]
 
 

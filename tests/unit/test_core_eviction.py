@@ -81,7 +81,7 @@ def test_a_block_goes_before_one_that_saves_more_time() -> None:
     use(pool, cache, 1)
     cache.saved_ms = lambda index: 50.0
     use(pool, cache, 2)
-    assert pool.idle.next_ms() == 1.0
+    assert pool.idle.next_ms() == pytest.approx(0.05)  # nobody has asked for it twice yet
     cache.saved_ms = lambda index: 1.0
     use(pool, cache, 3)
     assert (cache.match([name(1)]), len(cache.match([name(2)]))) == ([], 1)

@@ -175,17 +175,33 @@ def test_equal_workers_share_the_work_by_chance() -> None:
 
 def test_a_burst_of_siblings_prefills_its_prefix_once_or_twice() -> None:
     made = router(*(f"c{i}" for i in range(8)))
-    for i in range(8):
-        made.report(key(f"c{i}"), WorkerLoad(free_blocks=5000, total_blocks=5000))
-    prefix = tuple(range(1, 1001))
-    cold = 0
+    cold, waiting = 0, []
     for i in range(64):
-        what = RouteAsk(str(i), 16_032, (*prefix, 10_000 + i), 16, 16)
+        what = replace(ask(), request_id=str(i), keys=(*KEYS[:60], 1000 + i), may_wait=True)
         decision = made.choose(what, 0.0)
-        assert decision is not None
-        cold += decision.cached_blocks < 1000
+        if decision is None:
+            waiting.append(what)
+            continue
+        cold += decision.cached_blocks < 60
+        holder = decision.worker
         made.book(decision, what, 0.0)
-    assert cold <= 2
+    assert cold <= 2 and len(waiting) > 1
+    # What waits goes on with the prefix once it is told of, and without it when it is lost.
+    made.cache_changed(holder, CacheChange(1, 0, 60, KEYS[:60], is_snapshot=True))
+    told = made.choose(waiting[0], 0.1)
+    assert told is not None and told.cached_blocks == 60
+    made.worker_down(holder)
+    lost = made.choose(waiting[1], 0.1)
+    assert lost is not None and lost.cached_blocks == 0
+
+
+def test_whoever_may_not_wait_is_sent_at_once_and_fetches_only_what_is_there() -> None:
+    made = router(*(f"c{i}" for i in range(8)))
+    for i in range(64):
+        what = replace(ask(), request_id=str(i), keys=(*KEYS[:60], 1000 + i))
+        decision = made.choose(what, 0.0)
+        assert decision is not None and decision.fetch is None
+        made.book(decision, what, 0.0)
 
 
 # ---- bookings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
@@ -129,20 +128,6 @@ def test_what_the_worker_tells_outlives_the_expectation() -> None:
     index.apply(0, CacheChange(1, 5, 9, removed=CHAIN[2:4]))
     index.expire(9.0)
     assert depths(index, CHAIN)[0] == 2
-
-
-def test_only_told_blocks_can_be_read_from_a_worker() -> None:
-    index = PrefixIndex()
-    for slot, held in enumerate((3, 2, 0, 5)):
-        index.apply(slot, snapshot(CHAIN[:held]))
-    for slot in (0, 2):
-        index.expect(slot, CHAIN, until=5.0)
-    held = index.lookup(CHAIN, 4)
-    assert held.tolist() == [8, 2, 8, 5]
-    one_lane, two_lanes = np.zeros(4, np.int64), np.array([0, 1, 0, 1])
-    assert index.told(CHAIN, held, one_lane).tolist() == [3, 2, 0, 5]
-    assert index.told(CHAIN, held, two_lanes).tolist() == [3, 2, 0, 5]
-    assert held.tolist() == [8, 2, 8, 5]
 
 
 # ---- bounds

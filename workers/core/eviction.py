@@ -162,9 +162,12 @@ class IdleBlocks:
         return block
 
     def next_ms(self) -> float:
-        """What the next eviction gives up; 0 when nothing can be evicted."""
+        """Prefill time that the next eviction is expected to give up: what a hit would save, by how likely one is.
+
+        0 when nothing can be evicted.
+        """
         block = self._first(self._leaves)
-        return 0.0 if block < 0 else self._saved_ms[block]
+        return 0.0 if block < 0 else self._saved_ms[block] * min(1.0, _FRESH + self._hits[block])
 
     def idle_of(self, tenant: str) -> int:
         """Idle blocks of a tenant; counted when there are quotas."""
