@@ -256,3 +256,36 @@ def test_a_request_is_explained_while_it_runs_and_after_it_to_its_own_tenant() -
             await w.assert_drained()
 
     run(main())
+
+
+def test_a_burst_of_siblings_computes_its_prefix_once_or_twice_and_all_are_answered() -> None:
+    async def main() -> None:
+        rng = random.Random(4)
+        async with world(C, C, C, C, step_s=0.005, num_blocks=512) as w:
+            # Step costs are known.
+            for _ in range(12):
+                await ask(w, rng.choices(range(3, 260), k=40))
+            burst = await asyncio.gather(
+                *(ask(w, [*PROMPT[:160], *rng.choices(range(3, 260), k=9)]) for _ in range(64))
+            )
+            assert sum(cached < 160 for _, cached in burst) <= 2
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_who_waits_for_a_prefix_that_never_comes_computes_it() -> None:
+    async def main() -> None:
+        async with world(C, C, step_s=0.02, num_blocks=512) as w:
+            for _ in range(3):
+                await ask(w, PROMPT[::-1])
+            long = [*PROMPT, *PROMPT[:100]]
+            first = asyncio.create_task(w.ask(spec(long, 4, ignore_eos=True, label="first")))
+            await until(lambda: bool(w.gateway._legs))
+            others = [asyncio.create_task(ask(w, [*long, i])) for i in range(3, 9)]
+            await asyncio.sleep(0.01)
+            first.cancel()
+            await asyncio.gather(*others)
+            await w.assert_drained()
+
+    run(main())
