@@ -1,11 +1,15 @@
-"""Which host blocks hold the KV of which preempted request: a bounded free list, and nothing about bytes.
+"""Which blocks of host memory are taken: by the copies of preempted requests, and by the host tier of the cache.
 
-    free --take--> taken (a HostCopy names them) --give_back--> free
+    free --take--> a HostCopy names them --give_back--> free
+         --take_one--> the tier has it   --give_one---> free
 
-A copy belongs to one preemption; one of an earlier preemption is stale and never restored.
+A copy belongs to one preemption; one of an earlier preemption is stale and never restored. Copies go before cached
+blocks: where too few are free, the tier gives some of its blocks up (`reclaim`). Does not: move bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 from headrace.errors import InvariantError
 from workers.core.request import HostCopy, Request
@@ -14,6 +18,10 @@ from workers.core.request import HostCopy, Request
 class HostBlocks:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.reclaimable: Callable[[], int] = lambda: 0
+        """How many blocks `reclaim` can free; set by the tier."""
+        self.reclaim: Callable[[int], None] = lambda _: None
+        """Frees at least so many, at most `reclaimable()`; set by the tier."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken: set[int] = set()
 
@@ -21,10 +29,17 @@ class HostBlocks:
     def free_blocks(self) -> int:
         return len(self._free)
 
+    @property
+    def available_blocks(self) -> int:
+        """What `take` can give at most."""
+        return len(self._free) + self.reclaimable()
+
     def take(self, request: Request, num_blocks: int, num_tokens: int) -> HostCopy | None:
         """Room for the first `num_blocks` of the request's table, or None and no change."""
-        if num_blocks > len(self._free):
+        if num_blocks > self.available_blocks:
             return None
+        if num_blocks > len(self._free):
+            self.reclaim(num_blocks - len(self._free))
         blocks = tuple(self._free.pop() for _ in range(num_blocks))
         self._taken.update(blocks)
         return HostCopy(blocks, num_tokens, request.preemptions)
@@ -36,8 +51,23 @@ class HostBlocks:
         self._taken.difference_update(copy.blocks)
         self._free.extend(copy.blocks)
 
-    def check_integrity(self, copies: list[HostCopy]) -> None:
-        """Raises InvariantError unless exactly `copies` hold what is not free."""
-        held = [block for copy in copies for block in copy.blocks]
+    def take_one(self) -> int | None:
+        """A free block for the tier."""
+        if not self._free:
+            return None
+        block = self._free.pop()
+        self._taken.add(block)
+        return block
+
+    def give_one(self, block: int) -> None:
+        """Raises InvariantError when the block is free."""
+        if block not in self._taken:
+            raise InvariantError("a host block is given back twice")
+        self._taken.discard(block)
+        self._free.append(block)
+
+    def check_integrity(self, copies: list[HostCopy], in_tier: Iterable[int] = ()) -> None:
+        """Raises InvariantError unless exactly `copies` and the tier hold what is not free, none of it twice."""
+        held = [*(block for copy in copies for block in copy.blocks), *in_tier]
         if sorted([*self._free, *held]) != list(range(self.num_blocks)) or set(held) != self._taken:
             raise InvariantError("host blocks are lost or in two states")
