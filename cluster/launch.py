@@ -22,11 +22,12 @@ from rich.console import Console
 
 from cluster import banner, prepare, ready_file
 from cluster.backend import Backend
-from cluster.config import Deployment, ServeConfig, read_machine, read_model_facts, resolve
+from cluster.config import Deployment, ServeConfig, kept_secret, read_machine, read_model_facts, resolve
 from cluster.controller import Controller
 from cluster.run_dir import RunDir
 from headrace.clock import monotonic
 from headrace.errors import StartupError
+from headrace.paths import cache_root
 
 T = TypeVar("T")
 
@@ -160,10 +161,15 @@ async def _prepare(config: ServeConfig, backend: Backend) -> Deployment:
     try:
         folder = await prepare.prepare_model(config.model.path, kernels=True)
         facts = await asyncio.to_thread(read_model_facts, folder, config.model.weight_format)
-        return resolve(config, facts, read_machine(), lambda: secrets.token_hex(16))
+        kept_at = cache_root() / "kv" / "namespace_secret"
+        return resolve(config, facts, read_machine(), _new_secret, lambda: kept_secret(kept_at, _new_secret))
     finally:
         # Also after a fault: a cluster that is half up cannot be shut down.
         await opening
+
+
+def _new_secret() -> str:
+    return secrets.token_hex(16)
 
 
 def _make_backend(config: ServeConfig, run_dir: RunDir) -> Backend:

@@ -40,7 +40,11 @@ class WorkerSpec(BaseModel):
     service: ServiceWeights = ServiceWeights()
     """The same in the whole deployment: the pools' service of a tenant is added up."""
     swap_bytes: int = 0
-    """Host memory for the KV of preempted requests; whole blocks of it are used."""
+    """Host memory for the KV of preempted requests and for cached blocks; whole blocks of it are used."""
+    disk_cache_bytes: int = 0
+    """Bound of this worker's cached blocks on disk; 0: none."""
+    disk_cache_dir: str = ""
+    """Folder for them; '': `kv` in the machine's cache folder."""
     profile_path: str = ""
     """Step-time profile to start from. '': the one of this worker's own key in the cache, if any; 'none': none."""
     transport: str = "auto"

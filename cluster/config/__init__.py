@@ -1,6 +1,7 @@
 """Configuration: `load_config` -> `ServeConfig` (what the user wrote) -> `resolve` -> `Deployment` (what runs)."""
 
 from cluster.config.facts import Machine, ModelFacts, read_machine, read_model_facts
+from cluster.config.kept_secret import kept_secret
 from cluster.config.load import ConfigError, load_config
 from cluster.config.resolve import ClusterSettings, Deployment, masked_yaml, resolve
 from cluster.config.schema import DEFAULT_MODEL, ServeConfig
@@ -13,6 +14,7 @@ __all__ = [
     "Machine",
     "ModelFacts",
     "ServeConfig",
+    "kept_secret",
     "load_config",
     "masked_yaml",
     "read_machine",

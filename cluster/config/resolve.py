@@ -46,8 +46,17 @@ class Deployment(BaseModel):
     cluster: ClusterSettings
 
 
-def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret: Callable[[], str]) -> Deployment:
-    """Raises ConfigError or StartupError when the deployment does not fit the model or the machine."""
+def resolve(
+    config: ServeConfig,
+    model: ModelFacts,
+    machine: Machine,
+    new_secret: Callable[[], str],
+    kept_secret: Callable[[], str] | None = None,
+) -> Deployment:
+    """Raises ConfigError or StartupError when the deployment does not fit the model or the machine.
+
+    kept_secret: gives the same secret at every start, for caches that outlive the deployment. None: as new_secret.
+    """
     asked_len = config.model.max_model_len
     if asked_len is not None and asked_len > model.max_position_embeddings:
         raise ConfigError(
@@ -59,7 +68,7 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
     memory.check_memory(config, model, machine, kv_bytes, swap_bytes)
     threads = _threads(config, machine)
     token = config.cluster.token.get_secret_value() if config.cluster.token else new_secret()
-    namespace_secret = new_secret()
+    namespace_secret = _namespace_secret(config, new_secret, kept_secret or new_secret)
     in_cluster = config.cluster.address is not None
 
     service = _service(config)
@@ -93,6 +102,8 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
                     scheduling=pool.scheduling.spec(route_when_preempted=pool.replicas > 1),
                     service=service,
                     swap_bytes=pool_swap_bytes,
+                    disk_cache_bytes=pool.disk_cache_bytes,
+                    disk_cache_dir=str(Path(pool.disk_cache_dir).absolute()) if pool.disk_cache_dir else "",
                     profile_path=_profile_path(pool.profile),
                     transport=config.kv_transfer.transport,
                     read_timeout_s=config.kv_transfer.read_timeout_s,
@@ -134,6 +145,12 @@ def resolve(config: ServeConfig, model: ModelFacts, machine: Machine, new_secret
     )
     settings = config.cluster.model_dump(exclude={"token"})
     return Deployment(gateway=gateway, workers=tuple(workers), cluster=ClusterSettings(**settings))
+
+
+def _namespace_secret(config: ServeConfig, new_secret: Callable[[], str], kept_secret: Callable[[], str]) -> str:
+    if config.gateway.cache_namespace_secret is not None:
+        return config.gateway.cache_namespace_secret.get_secret_value()
+    return kept_secret() if any(pool.disk_cache_bytes for pool in config.pools) else new_secret()
 
 
 def _tenant(tenant: TenantConfig) -> TenantSpec:

@@ -103,6 +103,11 @@ class GatewayConfig(Section):
     """`KEY` or `TENANT=KEY`; empty: no authentication."""
     mode: Literal["auto", "disaggregated", "colocated"] = "auto"
     routing: RoutingConfig = RoutingConfig()
+    cache_namespace_secret: Annotated[
+        Annotated[SecretStr, Field(min_length=16)] | None, BeforeValidator(auto_to_none)
+    ] = None
+    """Secret that keeps tenants' cached blocks apart. auto: a fresh one at each start, or with a disk cache the one
+    that is kept in this machine's cache folder."""
     limits: LimitsConfig = LimitsConfig()
     tenants: dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantConfig] = Field(default_factory=dict)
     """By name; `default` holds for every tenant without an entry."""
@@ -151,8 +156,12 @@ class PoolConfig(Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16
     """Tokens of one KV block."""
     swap_bytes: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(auto_size)] = None
-    """Host memory of each worker for the KV of preempted requests. auto: a quarter of its KV pool, at most what is left
-    of the available memory; 0: none."""
+    """Host memory of each worker for the KV of preempted requests and for cached blocks that the KV pool has no room
+    for. auto: a quarter of its KV pool, at most what is left of the available memory; 0: none."""
+    disk_cache_bytes: Annotated[SizeBytes, Field(ge=0)] = 0
+    """Cached blocks of each worker on disk, kept over restarts; 0: none."""
+    disk_cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Folder for them; unset: `kv` in the cache folder of the worker's machine."""
     profile: Annotated[str, Field(min_length=1)] = "auto"
     """Step-time profile of each worker. auto: the one in the cache that fits; none; or a path."""
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -161,6 +170,8 @@ class PoolConfig(Section):
     def _check_budgets(self) -> Self:
         if self.kv_cache_bytes is not None and self.kv_cache_fraction is not None:
             raise ValueError("kv_cache_bytes and kv_cache_fraction exclude each other")
+        if self.disk_cache_bytes and self.swap_bytes == 0:
+            raise ValueError("disk_cache_bytes needs swap_bytes: blocks go to disk and back through host memory")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs {self.max_num_seqs} is above max_num_batched_tokens {self.max_num_batched_tokens}; "
