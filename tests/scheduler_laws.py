@@ -101,7 +101,8 @@ def check_blocks(world: World) -> None:
     known = pool.used_blocks + pool.free_blocks + pool.evictable_blocks + pool.quarantined_blocks
     assert known == pool.num_blocks
     scheduler = world.scheduler
-    foreign = {*scheduler.fetches.blocks(), *scheduler._pins.blocks()}
+    copied = () if scheduler._flight is None else scheduler._flight.copied
+    foreign = {*scheduler.fetches.blocks(), *scheduler._pins.blocks(), *copied}
     assert pool.used_blocks == len(foreign.union(*(request.block_ids for request in requests)))
     copies = [block for request in requests if request.host is not None for block in request.host.blocks]
     assert len(set(copies)) == len(copies) <= world.settings.host_blocks
