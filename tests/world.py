@@ -24,6 +24,7 @@ from workers.spec import WorkerReady, WorkerSpec
 
 TOKEN = "cluster-secret"
 VOCAB = 267
+FAKE_BLOCK_BYTES = FakeRunner().layout.block_bytes
 
 
 @dataclass
@@ -174,9 +175,14 @@ async def world(
     """
 
     def runner(spec: WorkerSpec) -> FakeRunner:
-        made = FakeRunner(1024, num_blocks=num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,), step_s=step_s)
-        made.host_blocks = spec.swap_bytes // made.layout.block_bytes
-        return made
+        return FakeRunner(
+            1024,
+            num_blocks=num_blocks,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            step_s=step_s,
+            host_blocks=spec.swap_bytes // FAKE_BLOCK_BYTES,
+        )
 
     running = World(runner, by_role, **options)
     text = text_model()

@@ -404,7 +404,7 @@ class Hub(ToolWaits):
     def _complete_blocks(self, request: Request) -> list[int]:
         """Blocks that no later step writes: the full ones, and once the first token is sampled all of them."""
         size = self._block_size
-        done = request.computed_tokens
+        done = self._scheduler.complete_tokens(request)
         return request.block_ids[: -(-done // size) if request.state is State.TRANSFERRING else done // size]
 
 

@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import grpc
 
 from headrace.core.fairness import ServiceCounters
+from headrace.paths import cache_root
 from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
@@ -27,9 +29,11 @@ from workers.core.blocks import BlockPool
 from workers.core.journal import OFF
 from workers.core.prefix_cache import PrefixCache
 from workers.core.scheduler import Scheduler, SchedulerSettings
+from workers.disk_store import DiskStore, file_bytes
 from workers.engine import Engine
 from workers.hub import Hub
 from workers.journal_file import open_journal
+from workers.movers import Movers
 from workers.predictor_file import load_predictor, profile_key
 from workers.runner.base import Runner
 from workers.server import SERVER_OPTIONS, WorkerService
@@ -148,8 +152,16 @@ class Worker:
             max_model_len=spec.max_model_len,
             lane=transport.name,
         )
+        self._movers = Movers(self.scheduler, self.engine.lock, runner, disk_store(spec, runner))
         self.service = WorkerService(
-            spec, hello, self.hub, self.scheduler, self.pool, self.predictor, runner.host_blocks
+            spec,
+            hello,
+            self.hub,
+            self.scheduler,
+            self.pool,
+            self.predictor,
+            runner.host_blocks,
+            layout.block_bytes,
         )
         rpc.add_WorkerServicer_to_server(self.service, self._server)
         if self._events is not None:
@@ -158,6 +170,7 @@ class Worker:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         self.engine.start()
+        self._movers.start()
         await self._server.start()
         self._monitor_task = asyncio.create_task(self._monitor(layout.block_bytes))
         self._monitor_task.add_done_callback(end_process_if_failed)
@@ -192,6 +205,7 @@ class Worker:
         await self._server.stop(grace=0.2)
         await self.hub.reader.close()
         await asyncio.to_thread(self.engine.stop)
+        await asyncio.to_thread(self._movers.stop)
         if self._events is not None:
             await asyncio.to_thread(self._events.stop)
         await self._lane.transport.close()
@@ -237,8 +251,22 @@ def scheduler_settings(spec: WorkerSpec, runner: Runner) -> SchedulerSettings:
         max_reserved_kv_tokens=spec.max_reserved_kv_tokens,
         host_blocks=runner.host_blocks,
         host_copy_block_s=runner.host_copy_block_s,
+        disk_blocks=disk_blocks(spec, runner),
         **asdict(spec.scheduling),
     )
+
+
+def disk_blocks(spec: WorkerSpec, runner: Runner) -> int:
+    """Cached blocks that the disk may hold; none without host memory, through which they go."""
+    return spec.disk_cache_bytes // file_bytes(runner.layout.block_bytes) if runner.host_blocks else 0
+
+
+def disk_store(spec: WorkerSpec, runner: Runner) -> DiskStore | None:
+    """Opened by the thread that uses it: readiness does not wait for a disk. None: the spec wants no disk cache."""
+    most = disk_blocks(spec, runner)
+    folder = Path(spec.disk_cache_dir) if spec.disk_cache_dir else cache_root() / "kv"
+    identity = runner.fingerprint()
+    return DiskStore(folder, spec.worker_id, identity, runner.layout.block_bytes, most) if most else None
 
 
 def main() -> None:

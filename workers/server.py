@@ -20,6 +20,7 @@ from headrace.v1 import worker_pb2_grpc as rpc
 from kvtransfer.service import TOKEN_KEY
 from workers.core.blocks import BlockPool
 from workers.core.scheduler import Scheduler
+from workers.disk_store import file_bytes
 from workers.hub import Hub
 from workers.sessions import GatewaySession
 from workers.spec import WorkerSpec
@@ -49,6 +50,7 @@ class WorkerService(rpc.WorkerServicer):
         pool: BlockPool,
         predictor: StepPredictor,
         host_blocks: int,
+        block_bytes: int,
     ) -> None:
         self._spec = spec
         self._hello = hello
@@ -57,6 +59,7 @@ class WorkerService(rpc.WorkerServicer):
         self._pool = pool
         self._predictor = predictor
         self._host_blocks = host_blocks
+        self._block_bytes = block_bytes
 
     async def Session(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One gateway, until either side ends it, the gateway is silent for `liveness_s`, or it does not read."""
@@ -111,6 +114,7 @@ class WorkerService(rpc.WorkerServicer):
             }
             used, quarantined = self._pool.used_blocks, self._pool.quarantined_blocks
             scheduling = self._scheduling()
+            scheduling.MergeFrom(self._caches())
         answer = pb.WorkerStatusResponse(
             worker_id=self._spec.worker_id,
             incarnation=self._spec.incarnation,
@@ -152,6 +156,26 @@ class WorkerService(rpc.WorkerServicer):
             free_host_blocks=scheduler.free_host_blocks,
             reserved_kv_tokens=scheduler.admission.reserved_kv_tokens,
             queue_s=scheduler.admission.queue_s,
+        )
+
+    def _caches(self) -> pb.WorkerStatusResponse:
+        """What is cached in which tier, and whose it is; the caller holds the engine's lock."""
+        tiering = self._scheduler.tiering
+        sizes = {"device": self._block_bytes, "host": self._block_bytes, "disk": file_bytes(self._block_bytes)}
+        owners = tiering.by_tenant().most_common(MAX_TENANTS)
+        return pb.WorkerStatusResponse(
+            tiers=[
+                pb.TierStatus(
+                    name=tier.name,
+                    capacity_blocks=tier.capacity,
+                    cached_blocks=tier.cached,
+                    used_blocks=tier.used,
+                    free_blocks=tier.free,
+                    block_bytes=sizes[tier.name],
+                )
+                for tier in tiering.accounts()
+            ],
+            tenant_caches=[pb.TenantCache(tenant=name, blocks=n) for name, n in owners],
         )
 
     async def _send(self, session: GatewaySession, context: grpc.aio.ServicerContext[Any, Any]) -> None:

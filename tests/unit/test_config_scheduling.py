@@ -55,6 +55,7 @@ POOL = {
     "max_queue_s": 4.5,
     "max_reserved_kv_tokens": 9000,
     "swap_bytes": "100MiB",
+    "disk_cache_bytes": 77 * 232 + 5,
     "profile": "profiles/mine.json",
     "scheduling": SCHEDULING,
 }
@@ -89,6 +90,7 @@ EXPECTED = SchedulerSettings(
     lost_deadline="best_effort",
     host_blocks=142,
     host_copy_block_s=0.5,
+    disk_blocks=77,
     min_progress_tokens=17,
     nearly_finished_bonus_ms=650,
     deadline_penalty_ms=2100,

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from tests.core_world import World, make_settings
-from workers.core.blocks import BlockPool, BlockState
+from workers.core.blocks import BlockPool
 from workers.core.prefix_cache import PrefixCache
 
 B = 4
@@ -209,24 +209,41 @@ def test_the_load_tells_of_decodes_prefills_and_what_an_eviction_costs() -> None
     assert world.scheduler.fragmentation() == 0.0
 
 
-def test_evicted_blocks_are_offered_to_the_tier_below_before_they_are_reused() -> None:
+def test_the_tier_below_hears_of_a_block_before_it_is_reused() -> None:
     class Tier:
         def __init__(self) -> None:
-            self.kept: dict[bytes, tuple[bytes, float]] = {}
+            self.gone: list[bytes] = []
 
-        def offer(self, block: int, block_hash: bytes, parent: bytes, value_ms: float) -> None:
-            assert pool.state(block) is not BlockState.USED
-            self.kept[block_hash] = (parent, value_ms)
-            cache.log.stored(block_hash)
-
-        def peek(self, block_hash: bytes) -> bool:
-            return block_hash in self.kept
+        def left(self, block_hash: bytes) -> None:
+            assert block_hash not in cache
+            self.gone.append(block_hash)
 
     pool, cache = make(3)
     tier = cache.below = Tier()
     use(pool, cache, 1, 2)
+    cache.log.stored(name(1))  # the tier has a copy
     seq = cache.log.seq
     use(pool, cache, 3, 4, 5)
-    assert tier.kept == {name(1, 2): (name(1), 1.0), name(1): (b"", 1.0)}
-    assert cache.log.seq == seq + 3  # what moved down is no change
-    assert cache.match_below([name(1), name(1, 2), name(9)]) == 2
+    assert tier.gone == [name(1, 2), name(1)]
+    assert cache.log.seq == seq + 4  # what is below is still cached
+    cache.clear()
+    assert set(tier.gone) >= {name(3), name(3, 4), name(3, 4, 5)}
+
+
+def test_what_is_evicted_next_can_be_told() -> None:
+    pool, cache = make(12)
+    use(pool, cache, 1, 2, 3)
+    use(pool, cache, 4, 5)
+    use(pool, cache, 1, 2, 6)
+    use(pool, cache, 7)
+    told = [cache.content(block)[0] for block in pool.idle.coming(99)]
+    gone: list[bytes] = []
+
+    class Tier:
+        def left(self, block_hash: bytes) -> None:
+            gone.append(block_hash)
+
+    cache.below = Tier()
+    assert list(pool.idle.coming(2)) == list(pool.idle.coming(99))[:2]
+    pool.alloc(12)
+    assert told == gone and len(gone) == 7

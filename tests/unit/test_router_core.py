@@ -265,6 +265,8 @@ def test_audit_names_the_holder() -> None:
     busy = GatewayAccount(frozenset({"req-1"}), 1)
     assert findings(busy, [leak]) == ["p0: request req-9/1 holds 3 blocks"], "a leak shows beside live requests"
     assert findings(busy, [WorkerAccount("p0", True, integrity_error="lost")]) == ["p0: lost"]
+    tiers = (("device", 9, 9), ("host", 5, 4))
+    assert findings(busy, [WorkerAccount("p0", True, tiers=tiers)]) == ["p0: host tier accounts for 4 of 5 blocks"]
     aside = WorkerAccount("d0", True, used_blocks=2, quarantined_blocks=2, holders=(("quarantine read 7", 2),))
     assert findings(idle, [aside]) == ["d0: quarantine read 7 holds 2 blocks"]
     assert findings(GatewayAccount(frozenset(), 2), [WorkerAccount("p0", False)]) == [

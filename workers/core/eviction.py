@@ -39,7 +39,8 @@ class IdleBlocks:
         """Prefill time that evictions have given up so far."""
         self._level = 0.0
         self._count = 0
-        self._turns = 0
+        self.turns = 0
+        """How often a block was left."""
         self._turn = [0] * num_blocks
         """In which each idle block was left; 0: not idle."""
         self._worth = [0.0] * num_blocks
@@ -117,8 +118,8 @@ class IdleBlocks:
 
     def add(self, block: int) -> None:
         """The last reference is gone."""
-        self._turns += 1
-        self._turn[block] = self._turns
+        self.turns += 1
+        self._turn[block] = self.turns
         self._worth[block] = self._level + self._saved_ms[block] * (_FRESH + self._hits[block])
         self._count += 1
         if self.quota < len(self._turn):
@@ -160,6 +161,24 @@ class IdleBlocks:
         self.evicted_ms += self._saved_ms[block]
         self.remove(block)
         return block
+
+    def coming(self, most: int) -> Iterator[int]:
+        """The blocks that are evicted next, in order, as far as quotas do not change it; at most so many.
+
+        O(leaves) for the first, O(log leaves) for each other. Nothing may change meanwhile.
+        """
+        heap = list({entry for entry in self._leaves if self._turn[entry[2]] == entry[1] and not self._kids[entry[2]]})
+        heapify(heap)
+        kids: dict[int, int] = {}
+        while heap and most > 0:
+            block = heappop(heap)[2]
+            yield block
+            most -= 1
+            parent = self._parent[block]
+            if parent >= 0:
+                kids[parent] = kids.get(parent, self._kids[parent]) - 1
+                if not kids[parent] and self._turn[parent]:
+                    heappush(heap, (self._worth[parent], self._turn[parent], parent))
 
     def next_ms(self) -> float:
         """Prefill time that the next eviction is expected to give up: what a hit would save, by how likely one is.

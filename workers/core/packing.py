@@ -11,6 +11,7 @@ from math import ceil
 from headrace.core.predictor import StepPredictor, StepShape
 from headrace.ids import RequestKey
 from workers.core.batch import DecodeBatch, Ints
+from workers.core.host_tier import Copy
 from workers.core.limits import banned_ids
 from workers.core.plan import StepPlan
 from workers.core.request import HostCopy, Request, State
@@ -38,6 +39,10 @@ class Packing:
         self.limit_s = float("inf")
         self._decodes_s = 0.0
         self.swapped_in: list[HostCopy] = []
+        self.landing: dict[RequestKey, int] = {}
+        """Requests that get blocks from the host, and the tokens that they had before."""
+        self.restored: list[Copy] = []
+        """Blocks of the host tier that are read."""
         self.copied: list[int] = []
         """Blocks that are copied from."""
         self._settings = settings
@@ -174,6 +179,10 @@ class Flight:
     """0: no prediction."""
     swapped_in: list[HostCopy] = field(default_factory=list)
     """Host blocks that are free when the step is over."""
+    landing: dict[RequestKey, int] = field(default_factory=dict)
+    """Requests whose blocks from the host are there when the step is over, and the tokens that they have until then."""
+    restored: list[Copy] = field(default_factory=list)
+    """Blocks of the host tier that stay where they are until the step is over."""
     copied: list[int] = field(default_factory=list)
     """Blocks that have a reference for being copied from, until the step is over."""
     dropped: list[Request] = field(default_factory=list)

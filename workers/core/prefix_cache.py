@@ -33,15 +33,10 @@ _PARTIAL = b""
 
 
 class Below(Protocol):
-    """The next tier: it may keep what is evicted here. Both are called in the midst of an allocation: neither may ask
-    for blocks."""
+    """The next tier. Called in the midst of an allocation: it may not ask for blocks."""
 
-    def offer(self, block: int, block_hash: bytes, parent: bytes, value_ms: float) -> None:
-        """A full block is about to be reused. Its bytes stay until something outside the scheduler writes to the pool,
-        or the rows of the step that is planned next do. value_ms: prefill time that a hit saves."""
-
-    def peek(self, block_hash: bytes) -> bool:
-        """The tier has the block now."""
+    def left(self, block_hash: bytes) -> None:
+        """A full block is here no more: its bytes may change from now on."""
 
 
 class PrefixCache:
@@ -79,6 +74,10 @@ class PrefixCache:
 
     # ---- looking
 
+    def content(self, block: int) -> tuple[bytes, bytes, str]:
+        """Of a labelled block: its hash (b"" for one that is not full), its predecessor's, and whose it is."""
+        return self._pool.label_of(block) or _PARTIAL, self._parent[block], self._tenant[block]
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest leading run of `hashes` that is present. Takes no references: valid until `alloc`."""
         blocks: list[int] = []
@@ -88,13 +87,6 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
-
-    def match_below(self, hashes: Sequence[bytes]) -> int:
-        """How many leading `hashes` the next tier has."""
-        below = self.below
-        if below is None:
-            return 0
-        return next((i for i, block_hash in enumerate(hashes) if not below.peek(block_hash)), len(hashes))
 
     def match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """(block, count): a block below `parent` whose first `count` tokens are those of `tokens`, the most of those
@@ -229,6 +221,8 @@ class PrefixCache:
                 del self._kin[place]
         if label:
             del self._block_of[label]
+            if self.below is not None:
+                self.below.left(label)
         self._idle.unlink(block, self._key[block] if label else None)
         return label
 
@@ -250,8 +244,6 @@ class PrefixCache:
         label = self._forget(block)
         if not label:
             return
-        if self.below is not None:
-            self.below.offer(block, label, self._parent[block], self._idle.saved_ms(block))
         self._drop_below(block, label)
         self.log.key_removed(self._key[block])
 

@@ -151,6 +151,8 @@ class Request:
     """No victim again before it has computed so many."""
     host: HostCopy | None = field(default=None, init=False)
     """KV that waits in host memory."""
+    expects_blocks_until: float = field(default=0.0, init=False)
+    """Until then blocks of its prompt may still come from disk; 0: none is on its way."""
     tenant_index: int = field(default=0, init=False)
     level: int = field(default=0, init=False)
     """Of the feedback queue."""

@@ -138,6 +138,14 @@ class Residency:
         request.cut(num_output)
         del request.block_hashes[request.num_tokens // self._pool.block_size :]
 
+    def chain(self, request: Request) -> Sequence[bytes]:
+        """Hashes of the full blocks that a request without output yet could share; none for one that must not."""
+        full = self._matchable(request) // self._pool.block_size
+        if request.no_cache or full == 0:
+            return ()
+        self._hash(request, full)
+        return request.block_hashes[:full]
+
     def identity(self, request: Request) -> bytes:
         """The name of the prompt in the cache: the hash of its last full block, or b"" without one. Keeps hashes."""
         full = len(request.prompt_ids) // self._pool.block_size

@@ -34,6 +34,7 @@ from workers.core.request import HostCopy, Keep, Request, State
 from workers.core.residency import Residency, quarantine_holder
 from workers.core.settings import SchedulerSettings
 from workers.core.stages import Stage
+from workers.core.tiering import Tiering
 from workers.core.tool_wait import Call, TakeRate
 from workers.core.waiting import WaitingLine
 
@@ -80,6 +81,8 @@ class Roster:
         self._policy = Policy(settings, self._pace, service)
         self._preemption = Preemption(settings, pool, self._pace, self._policy)
         self._host = HostBlocks(settings.host_blocks)
+        self.tiering = Tiering(settings, pool, cache, self._host, self._pace)
+        """Cached blocks in host memory and on disk."""
         self._batch = DecodeBatch(settings)
         self._journal = Journal(tracing, pool, self._batch, settings.max_num_batched_tokens)
         self.admission = QueueAdmission(settings)
@@ -263,7 +266,7 @@ class Roster:
     # ---- the cache
 
     def clear_cache(self, tenant: str | None) -> int:
-        """Forget what is cached for a tenant, or for all (None). Returns how many blocks.
+        """Forget what is cached for a tenant, or for all (None), in every tier. Returns how many blocks of the device.
 
         Blocks in use go when their requests leave them; what such requests have computed, or have on the host, never
         enters the cache again.
@@ -274,6 +277,7 @@ class Roster:
             if request.block_ids or request.host is not None:
                 self._queues.following.left(request)
                 request.no_cache = True
+        self.tiering.clear(tenant)  # first: the log begins a new epoch when nothing is left
         return self._cache.clear(tenant)
 
     def cache_changes(self, since_epoch: int, since_seq: int, most: int = 1 << 14) -> CacheChange:
@@ -284,7 +288,13 @@ class Roster:
 
     @property
     def free_host_blocks(self) -> int:
-        return self._host.free_blocks
+        """What preempted requests may take; cached blocks make room for them."""
+        return self._host.available_blocks
+
+    def complete_tokens(self, request: Request) -> int:
+        """Computed tokens whose bytes are in the request's blocks now, whatever the step on its way still brings."""
+        landing = {} if self._flight is None else self._flight.landing
+        return landing.get(request.key, request.computed_tokens)
 
     def holders(self) -> dict[str, int]:
         """Who holds how many blocks; a shared block counts for each of its holders."""
@@ -316,7 +326,7 @@ class Roster:
         known = {request.key for request in [*self._queues.all(), *dropped]}
         if known != self.requests.keys():
             raise InvariantError("a request is in no queue, or in one although it is forgotten")
-        self._host.check_integrity(self._host_copies())
+        self.tiering.check_integrity(self._host_copies())
         self.fetches.check_integrity()
         refs = Counter(block for request in self.requests.values() for block in request.block_ids)
         refs.update(self.fetches.blocks())
@@ -350,8 +360,10 @@ class Roster:
         self.admission.enter(request, engine_s, now)
         request.fetching = bool(request.fetch_blocks) and self._begin_fetch(request, now)
         if not request.adopted:
-            request.known_cached = self._residency.cached_tokens(request)
+            request.known_cached = self._cached_tokens(request)
         self._queues.add(request, now)
+        if self._settings.disk_blocks and not request.adopted:
+            self.tiering.prefetch(request, self._residency.chain(request), now)
         request.traced = self._journal.samples(request.request_id)
         if request.traced:
             self._journal.submitted(request, self._residency.identity(request), now)
@@ -366,6 +378,8 @@ class Roster:
     def _begin_fetch(self, request: Request, now: float) -> bool:
         if self._flight is not None and self._flight.plan.swap_out:
             return False  # blocks that are free by now are still to be copied from
+        if self._cached_tokens(request) >= request.fetch_blocks * self._pool.block_size:
+            return False
         return self.fetches.begin(request, self._spare_blocks(), self._pace.prefill_token_s, now) is not None
 
     def _end_fetching(self, key: RequestKey, now: float) -> None:
@@ -377,6 +391,10 @@ class Roster:
         """What was fetched for others and waits goes before anybody lacks blocks; it stays cached until it is taken."""
         if len(self.fetches) and (lacking := self._residency.lacking(wanted_by, self._spare_blocks())):
             self.fetches.let_go(lacking, keep=wanted_by.key)
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Tokens of a request without blocks that need not be computed, by what all tiers have now."""
+        return self.tiering.cached_tokens(self._residency.chain(request))
 
     def _host_copies(self) -> list[HostCopy]:
         """Everything that holds host blocks."""

@@ -80,6 +80,8 @@ class Scheduler(Selection):
             shape,
             predicted_s,
             packing.swapped_in,
+            packing.landing,
+            packing.restored,
             packing.copied,
         )
         if not self._journal.idle:
@@ -125,6 +127,7 @@ class Scheduler(Selection):
         self._batch.thaw()
         for copy in flight.swapped_in:
             self._host.give_back(copy)
+        self.tiering.restored(flight.restored)
         self._residency.copied(flight.copied)
         for request in flight.dropped:
             self._forget(request)
@@ -186,6 +189,7 @@ class Scheduler(Selection):
             decode_context=self._batch.context_tokens(),
             expected_output_tokens=self._batch.expected_tokens(),
             eviction_ms_per_block=self._pool.idle.next_ms(),
+            restore_block_s=self._settings.host_copy_block_s,
         )
 
     def _queue_s(self) -> float:
@@ -200,19 +204,23 @@ class Scheduler(Selection):
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and last what the used blocks waste now."""
-        return self.counters | {
-            "steps": self._steps,
-            "prefix_lookups": self._residency.prefix_lookups,
-            "cached_tokens_hit": self._residency.cached_tokens_hit,
-            "partial_tokens_hit": self._residency.partial_tokens_hit,
-            "saved_prefill_ms": int(self._residency.saved_prefill_ms),
-            "cow_copies": self._residency.cow_copies,
-            "followed": self._queues.following.followed,
-            "evictions": self._pool.evictions,
-            "evicted_ms": int(self._pool.idle.evicted_ms),
-            "unfilled_slots": self.unfilled_slots(),
-            "unfilled_permille": int(1000 * self.fragmentation()),
-        }
+        return (
+            self.counters
+            | self.tiering.stats()
+            | {
+                "steps": self._steps,
+                "prefix_lookups": self._residency.prefix_lookups,
+                "cached_tokens_hit": self._residency.cached_tokens_hit,
+                "partial_tokens_hit": self._residency.partial_tokens_hit,
+                "saved_prefill_ms": int(self._residency.saved_prefill_ms),
+                "cow_copies": self._residency.cow_copies,
+                "followed": self._queues.following.followed,
+                "evictions": self._pool.evictions,
+                "evicted_ms": int(self._pool.idle.evicted_ms),
+                "unfilled_slots": self.unfilled_slots(),
+                "unfilled_permille": int(1000 * self.fragmentation()),
+            }
+        )
 
     # ---- when a step is planned, and when it is over
 

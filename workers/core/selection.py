@@ -81,7 +81,7 @@ class Selection(Suspension):
         """
         if not self._queues.num_computing:
             return
-        for request in self._queues.line.lost(now, self._residency.cached_tokens):
+        for request in self._queues.line.lost(now, self._cached_tokens):
             if request.state is not State.WAITING:
                 continue  # it was named twice
             if self._settings.lost_deadline == "reject":
@@ -275,6 +275,8 @@ class Selection(Suspension):
                 if policy.reorders and len(started) > 1:
                     head.priority_reason = policy.reason(head, queues.prefilling[0], now)
                 if num_tokens := packing.chunk(head):
+                    if head.expects_blocks_until:
+                        num_tokens = self._take_over(packing, head, now)
                     self._add_chunk(packing, head, num_tokens)
                 continue
             if new is None or not self._start(packing, new, now):
@@ -329,7 +331,8 @@ class Selection(Suspension):
         self._yield_fetched(request)
         for idle in self._idle_holders(request):
             self._preempt(idle, now)
-        copies = self._residency.admit(request, self._spare_blocks(), whole_blocks=copy is not None)
+        whole_blocks = copy is not None or self._restorable(request)
+        copies = self._residency.admit(request, self._spare_blocks(), whole_blocks=whole_blocks)
         self._blocked = copies is None
         if copies is None:
             self._queues.lacking_blocks = request
@@ -338,6 +341,8 @@ class Selection(Suspension):
         packing.plan.copies += copies
         packing.copied += [source for source, _ in copies]
         request.priority_reason = self._policy.reason(request, first, now) if first is not None else "arrival"
+        if copy is None and whole_blocks:
+            self._restore(packing, request)
         if request.state is State.WAITING:
             request.ledger.cached_tokens = request.computed_tokens
             if request.computed_tokens:
@@ -354,6 +359,8 @@ class Selection(Suspension):
         if request.computed_tokens:
             # What the cache or the host gave back may have made the chunk smaller, never larger than was asked for.
             num_tokens = max(1, packing.chunk(request))
+        if request.expects_blocks_until:
+            num_tokens = self._take_over(packing, request, now)
         self._add_chunk(packing, request, num_tokens)
         return True
 
@@ -389,16 +396,3 @@ class Selection(Suspension):
         if self._settings.batching == Batching.STATIC:
             return next(reversed(waiting)).accepted_at + _STATIC_WINDOWS * window_s
         return next(iter(waiting)).accepted_at + window_s
-
-    def _choose_victim(
-        self, candidates: list[Request], wanted_by: Request, now: float, *, for_row: bool = False
-    ) -> Request | None:
-        """Whose blocks go; those of paused requests before all others, but those have no row to give."""
-        paused = [] if for_row else self._queues.paused.values()
-        idle = [r for r in paused if r.block_ids and r.priority >= wanted_by.priority]
-        if idle:
-            return max(idle, key=lambda r: (len(r.block_ids), r.arrival))
-        return self._preemption.choose_victim(candidates, wanted_by, self._host.free_blocks, self._pause_s, now)
-
-    def _computing(self) -> list[Request]:
-        return [*self._queues.prefilling, *(r for r in self._batch.requests if r.state is State.DECODING)]

@@ -106,9 +106,11 @@ class SchedulerSettings(SchedulingOptions):
     max_reserved_kv_tokens: int | None = None
     """Bound of the tokens, expected outputs too, of all that is here; None: none. A single request may be longer."""
     host_blocks: int = 0
-    """Blocks of host memory for preempted requests; 0: preempted KV is always recomputed."""
+    """Blocks of host memory for preempted requests and for cached blocks; 0: neither is kept."""
     host_copy_block_s: float = 0.0
     """Seconds to copy one block to the host, or back."""
+    disk_blocks: int = 0
+    """Bound of cached blocks on disk; they go there through the host."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "long_prefill_token_threshold", "block_size", "mlfq_quantum_tokens"):

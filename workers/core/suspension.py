@@ -91,7 +91,7 @@ class Suspension(Roster):
         if head is not None:
             self._yield_fetched(head)
         for idle in [] if head is None else self._idle_holders(head):
-            if self._pool.blocks_for(idle.computed_tokens) > self._host.free_blocks:
+            if self._pool.blocks_for(idle.computed_tokens) > self._host.available_blocks:
                 self._drop(idle)
             elif idle not in self._to_offload:
                 self._to_offload.append(idle)
@@ -190,7 +190,7 @@ class Suspension(Roster):
                 self._journal.preempted(request, "vacated", None, now)
             self._vacate(request)
             return
-        restore = self._preemption.restore(request, self._host.free_blocks, self._pause_s)
+        restore = self._preemption.restore(request, self._host.available_blocks, self._pause_s)
         if restore.way is Way.ROUTE:
             self.counters["routed"] += 1
             self.refused.append((request.key, "preempted"))
@@ -247,6 +247,19 @@ class Suspension(Roster):
         pairs, self._swap_out = self._swap_out, []
         return pairs
 
+    def _choose_victim(
+        self, candidates: list[Request], wanted_by: Request, now: float, *, for_row: bool = False
+    ) -> Request | None:
+        """Whose blocks go; those of paused requests before all others, but those have no row to give."""
+        paused = [] if for_row else self._queues.paused.values()
+        idle = [r for r in paused if r.block_ids and r.priority >= wanted_by.priority]
+        if idle:
+            return max(idle, key=lambda r: (len(r.block_ids), r.arrival))
+        return self._preemption.choose_victim(candidates, wanted_by, self._host.free_blocks, self._pause_s, now)
+
+    def _computing(self) -> list[Request]:
+        return [*self._queues.prefilling, *(r for r in self._batch.requests if r.state is State.DECODING)]
+
     # ---- return
 
     def _valid_copy(self, request: Request) -> HostCopy | None:
@@ -264,11 +277,49 @@ class Suspension(Roster):
             raise InvariantError(f"request {request.key}: the cache gave a part of a block")
         packing.plan.swap_in += list(zip(copy.blocks[matched:], request.block_ids[matched:], strict=False))
         packing.swapped_in.append(copy)
+        packing.landing[request.key] = request.computed_tokens
         request.host = None
         request.computed_tokens = max(request.computed_tokens, min(copy.num_tokens, request.num_tokens - 1))
         self.counters["swapped_in"] += 1
         if request.traced:
             self._journal.note(Event.SWAPPED_IN, request, now)
+
+    def _restorable(self, request: Request) -> bool:
+        """The host tier has what comes behind the blocks that the device has."""
+        if not self.tiering.tiers.host_cached:
+            return False
+        chain = self._residency.chain(request)
+        return self.tiering.host_run(chain, len(self._cache.match(chain))) > 0
+
+    def _restore(self, packing: Packing, request: Request) -> None:
+        """What the host tier has of the blocks that the request computes next is copied from there before it does."""
+        chain, size = self._residency.chain(request), self._settings.block_size
+        start = request.computed_tokens // size
+        count = self.tiering.host_run(chain, start)
+        if not count:
+            return
+        copies = self.tiering.restore(chain[start : start + count])
+        packing.plan.swap_in += [
+            (copy.host_block, block) for copy, block in zip(copies, request.block_ids[start:], strict=False)
+        ]
+        packing.restored += copies
+        packing.landing.setdefault(request.key, request.computed_tokens)
+        request.computed_tokens = (start + count) * size
+
+    def _take_over(self, packing: Packing, request: Request, now: float) -> int:
+        """What came from disk since a started request was last looked at is not computed. Returns the tokens to
+        compute: a block's at most while the next block is promised."""
+        before = request.computed_tokens
+        self._restore(packing, request)
+        if request.computed_tokens > before:
+            request.expects_blocks_until = self.tiering.promise(now)
+            request.ledger.cached_tokens += request.computed_tokens - before
+            self.service.charge_input(request.tenant_index, 0, request.computed_tokens - before)
+        num_tokens = max(1, packing.chunk(request))
+        size = self._settings.block_size
+        if not self.tiering.is_coming(self._residency.chain(request), request.computed_tokens // size):
+            request.expects_blocks_until = 0.0
+        return min(num_tokens, size) if now < request.expects_blocks_until else num_tokens
 
     def _returned(self, request: Request, now: float) -> None:
         """The request goes on after a preemption: not again a victim at once."""

@@ -22,10 +22,12 @@ class Runner(Protocol):
 
     kv_pool: KvPool
     """Flat uint8 view of the whole pool, num_blocks * layout.block_bytes bytes."""
+    host_pool: KvPool
+    """The same of host memory, host_blocks * layout.block_bytes bytes; tiers copy to and from it beside steps."""
     layout: KvLayout
     num_blocks: int
     host_blocks: int
-    """Blocks of host memory for preempted requests."""
+    """Blocks of host memory, for preempted requests and for cached blocks."""
     host_copy_block_s: float
     """Seconds to copy one block to the host, or back, as the warm-up measured; 0 without host blocks."""
     max_model_len: int

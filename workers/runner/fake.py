@@ -69,12 +69,13 @@ class FakeRunner:
         # [block, token | position, slot]: the k part holds the token, the v part its position.
         self._log = self.kv_pool.view(np.int32).reshape(num_blocks, 2, block_size)
         self._log[:] = -1
-        self._host: dict[int, np.ndarray] = {}
+        self.host_pool = np.zeros(host_blocks * self.layout.block_bytes, np.uint8)
+        self._host = self.host_pool.view(np.int32).reshape(host_blocks, 2, block_size)
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step; see `Runner.run`."""
         for block, target in plan.swap_out:
-            self._host[target] = self._log[block].copy()
+            self._host[target] = self._log[block]
         for source, block in plan.swap_in:
             self._log[block] = self._host[source]
         for source, target in plan.copies:

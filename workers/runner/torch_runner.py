@@ -59,8 +59,8 @@ class TorchRunner:
     ) -> None:
         """Loads weights and takes the pool's memory: `num_blocks`, or as many blocks as `kv_cache_bytes` holds.
 
-        Beside the pool it has host memory for preempted requests: `host_blocks`, or as many as `swap_bytes` holds. Its
-        pages are taken when first used.
+        Beside the pool it has host memory for KV that the pool has no room for: `host_blocks`, or as many as
+        `swap_bytes` holds. Its pages are taken when first used.
 
         Raises StartupError, one line, for everything that keeps the model from being served.
         """
@@ -92,7 +92,8 @@ class TorchRunner:
         self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
         self._blocks = self.kv_pool.reshape(self.num_blocks, self.layout.block_bytes)
         self.host_copy_block_s = 0.0
-        self._host = np.empty((self.host_blocks, self.layout.block_bytes), np.uint8)
+        self.host_pool = np.empty(self.host_blocks * self.layout.block_bytes, np.uint8)
+        self._host = self.host_pool.reshape(self.host_blocks, self.layout.block_bytes)
         self._check_weights_fit()
         try:
             self._decoder = Decoder(
