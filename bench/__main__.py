@@ -17,6 +17,8 @@ python -m bench route [quality|trace NAME|gateways|grid]
 python -m bench routing                 what the router costs: prefix look-ups on a trace (beside Dynamo's radix tree
                                         where that is installed), decisions, cache events, memory
 python -m bench schedule host           what one iteration of it costs this machine, in real time
+python -m bench tiers                   time to first token of a long prefix from the device, the host, the disk, or
+                                        computed, on the real model
 """
 
 from __future__ import annotations
@@ -101,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     route.add_argument("--traces", default="../shared/traces", help="trace: the folder that has them")
     route.add_argument("--requests", type=int, help="trace: only so many, from the first on")
     route.add_argument("--speed", type=float, default=1.0, help="trace: times as fast as recorded")
+    tiers = commands.add_parser("tiers")
+    tiers.add_argument("--prefix", type=int, default=2000, help="tokens of the shared prefix")
+    tiers.add_argument("--rounds", type=int, default=3)
+    tiers.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    tiers.add_argument("--seed", type=int, default=1)
     return parser
 
 
@@ -143,6 +150,10 @@ def main() -> None:
         from bench import prefix
 
         prefix.run(args.address, args.api_key, args.prefix, args.busy, args.rounds, args.seed)
+    elif args.name == "tiers":
+        from bench import tiers
+
+        tiers.run(args.prefix, args.rounds, args.threads, args.seed)
     elif args.name == "schedule":
         from bench.simulate import host, scenarios
 

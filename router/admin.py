@@ -98,4 +98,5 @@ def _account(view: pb.WorkerView) -> WorkerAccount:
         live_requests=s.live_requests,
         holders=tuple((h.holder, h.blocks) for h in s.holders),
         integrity_error=s.integrity_error,
+        tiers=tuple((t.name, t.capacity_blocks, t.cached_blocks + t.used_blocks + t.free_blocks) for t in s.tiers),
     )

@@ -41,6 +41,16 @@ _COUNTERS = (
     ("prefix_cache_lookups", "prefix_lookups", "Requests that looked for their prefix"),
     ("prefix_cache_hit_tokens", "cached_tokens_hit", "Tokens that the prefix cache had"),
     ("prefix_cache_evictions", "evictions", "Cached blocks given up for others"),
+    ("tier_offloads", "offloads", "Blocks copied from the device to the host ahead of their eviction"),
+    ("tier_restores", "restores", "Blocks copied from the host back to the device"),
+    ("tier_spills", "spills", "Blocks written to disk"),
+    ("tier_promotions", "promotions", "Blocks read from disk into the host"),
+    ("tier_host_evictions", "host_evictions", "Blocks dropped from the host for others"),
+    ("tier_disk_evictions", "disk_evictions", "Blocks dropped from disk for others"),
+    ("tier_disk_corrupt", "disk_corrupt", "Files that were not what was written, and were dropped"),
+    ("tier_disk_errors", "disk_errors", "Reads and writes that the disk failed"),
+    ("tier_host_hit_tokens", "host_hit_tokens", "Tokens that the host had"),
+    ("tier_disk_hit_tokens", "disk_hit_tokens", "Tokens that the disk had"),
     ("lease_revocations", "lease_revocations", "Leases taken back because blocks were short"),
     ("handoffs", "handoffs", "Requests taken over with their KV"),
     ("kv_moved_bytes", "bytes_moved", "KV read from other workers"),
@@ -52,8 +62,8 @@ _GAUGES = (
     ("predictor_samples", "predictor_samples", "Steps that the predictor has learned from"),
     ("queue_predicted_seconds", "queue_s", "Predicted time of the prefills that wait"),
     ("reserved_kv_tokens", "reserved_kv_tokens", "Prompts and expected outputs of all that is at the worker"),
-    ("host_kv_blocks", "host_blocks", "Blocks of host memory for preempted requests"),
-    ("host_kv_free_blocks", "free_host_blocks", "Those that are free"),
+    ("host_kv_blocks", "host_blocks", "Blocks of host memory, for preempted requests and cached blocks"),
+    ("host_kv_free_blocks", "free_host_blocks", "Those that preempted requests may take"),
 )
 """(name without prefix, field of the worker's account, text)."""
 _HISTOGRAMS = (
@@ -111,6 +121,14 @@ class WorkerMetrics(Collector):
                     continue
                 histogram.add_metric(self._labels(answer), _buckets(told.bounds, told.counts), told.sum)
             yield histogram
+        text = "Blocks of a tier of the cache: cached, used or free"
+        tiers = GaugeMetricFamily("headrace_tier_blocks", text, labels=(*_LABELS, "tier", "state"))
+        for answer in answers:
+            for tier in answer.tiers:
+                states = {"cached": tier.cached_blocks, "used": tier.used_blocks, "free": tier.free_blocks}
+                for state, blocks in states.items():
+                    tiers.add_metric((*self._labels(answer), tier.name, state), float(blocks))
+        yield tiers
         yield self._by("worker_refusals", "reason", CounterMetricFamily, "refusals", "Requests refused by a worker")
         text = "Weighted tokens that a worker has served, by its share; those that had most"
         yield self._by("worker_tenant_service", "tenant", GaugeMetricFamily, "tenant_service", text)

@@ -22,6 +22,8 @@ class WorkerAccount:
     live_requests: int = 0
     holders: tuple[tuple[str, int], ...] = ()
     integrity_error: str = ""
+    tiers: tuple[tuple[str, int, int], ...] = ()
+    """(name, blocks that there are, blocks that are accounted for)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[
             found.append(f"{worker.name}: did not answer")
         if worker.integrity_error:
             found.append(f"{worker.name}: {worker.integrity_error}")
+        found += [
+            f"{worker.name}: {tier} tier accounts for {known} of {capacity} blocks"
+            for tier, capacity, known in worker.tiers
+            if known != capacity
+        ]
         found += [
             f"{worker.name}: {holder} holds {blocks} blocks"
             for holder, blocks in worker.holders
