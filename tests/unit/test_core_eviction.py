@@ -247,3 +247,17 @@ def test_what_is_evicted_next_can_be_told() -> None:
     assert list(pool.idle.coming(2)) == list(pool.idle.coming(99))[:2]
     pool.alloc(12)
     assert told == gone and len(gone) == 7
+
+
+def test_a_tenant_over_its_quota_whose_blocks_all_have_followers_in_use_costs_another_one() -> None:
+    pool, cache = make(4)
+    pool.idle.quota = 0
+    head, tail, other = pool.alloc(3) or []
+    cache.insert(name(1), head, tenant="a")
+    cache.insert(name(1, 2), tail, name(1), 1, tenant="a")
+    cache.insert(name(3), other, tenant="b")
+    pool.decref([head, other])  # the tail is in use: the head is idle, and no leaf
+    assert pool.alloc(2) is not None
+    assert (cache.match([name(1)]), cache.match([name(3)])) == ([head], [])
+    pool.check_integrity()
+    cache.check_integrity()

@@ -150,7 +150,7 @@ class IdleBlocks:
         """
         block = -1
         if self._over:
-            block = self._first(self._own_leaves[next(iter(self._over))])
+            block = self._first(self._own_leaves.get(next(iter(self._over)), []))  # none: all have followers
         if block < 0:
             block = self._first(self._leaves)
         if block < 0:
