@@ -147,7 +147,7 @@ class Selection(Suspension):
 
     def _pays(self, victim: Request, request: Request, now: float) -> bool:
         """That is worth more than what the victim's return costs."""
-        restore = self._preemption.restore(victim, self._host.free_blocks, 0.0)
+        restore = self._preemption.restore(victim, self._host.available_blocks, 0.0)
         return self._gain_ms(victim, request, now) > restore.cost_ms
 
     def _floor_tokens(self) -> int:

@@ -167,7 +167,7 @@ class Suspension(Roster):
             free_blocks=pool.free_blocks,
             available_blocks=pool.available_blocks,
             saved_ms=self._eviction_ms(),
-            free_host_blocks=self._host.free_blocks,
+            free_host_blocks=self._host.available_blocks,
             host_blocks=self._host.num_blocks,
             time_left_s=inf if request.deadline is None else max(0.0, request.deadline - now),
         )
@@ -255,7 +255,7 @@ class Suspension(Roster):
         idle = [r for r in paused if r.block_ids and r.priority >= wanted_by.priority]
         if idle:
             return max(idle, key=lambda r: (len(r.block_ids), r.arrival))
-        return self._preemption.choose_victim(candidates, wanted_by, self._host.free_blocks, self._pause_s, now)
+        return self._preemption.choose_victim(candidates, wanted_by, self._host.available_blocks, self._pause_s, now)
 
     def _computing(self) -> list[Request]:
         return [*self._queues.prefilling, *(r for r in self._batch.requests if r.state is State.DECODING)]
