@@ -130,13 +130,13 @@ def test_it_makes_no_difference_what_became_of_the_blocks(
 
     async def main() -> None:
         rng = random.Random(5)
-        async with world(*roles, step_s=0.006, num_blocks=96, swap_bytes=64 * 2 * 16 * 4) as w:
+        async with world(*roles, step_s=0.015, num_blocks=96, swap_bytes=64 * 2 * 16 * 4) as w:
             requests = [calling(prompt(rng, rng.randrange(1, 60)), 30 + i) for i in range(12)]
             told = await asyncio.gather(*(converse(w, request) for request in requests))
             for request, mine in zip(requests, told, strict=True):
                 check(w, request, mine)
             counters = [worker.service.status(audit=False).counters for worker in w.workers.values()]
-            assert sum(c[f"tool_{keep}"] for c in counters) == sum(c["paused"] for c in counters) > 3
+            assert sum(c[f"tool_{keep}"] for c in counters) == sum(c["paused"] for c in counters) > 0
             await w.assert_drained()
 
     run(main())
