@@ -135,7 +135,8 @@ class Gateway:
         check_room(branch.flight, len(token_ids), self.router.most_capacity_tokens, field)
         self.tools.answered(branch, now)
         self.gate.resumed(branch.ticket, len(token_ids), now)
-        self._act(branch, branch.flight.answer(token_ids, now))
+        self.placing.name_blocks(branch)
+        self._act(branch, branch.flight.answer(token_ids, self.router, now))
         self._place(branch, now)
 
     def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:

@@ -27,7 +27,7 @@ leg that is lost meanwhile fails nothing and counts as no attempt: behind the an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from headrace.core.records import FinishReason, WorkerLedger, token_hash
@@ -54,6 +54,8 @@ from router.core.router import Router
 LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed"})
 """The worker is fine, the hand-off is not: plan again, without excluding anybody."""
 
+_MOVE_BELOW, _MOVE_MS = 0.8, 20.0
+"""A paused request leaves its worker for a plan that costs so much less: predictions are not better than that."""
 PREEMPTED = "preempted"
 """The worker needed the room for others, and thinks that another one takes the request sooner."""
 
@@ -312,15 +314,21 @@ class Flight:
 
     # ---- facts from the client's side
 
-    def answer(self, token_ids: Sequence[int], now: float) -> list[Action]:
-        """What the tool has answered; perhaps nothing. A no-op unless `answerable`."""
+    def answer(self, token_ids: Sequence[int], router: Router, now: float) -> list[Action]:
+        """What the tool has answered; perhaps nothing. A no-op unless `answerable`.
+
+        The worker that waits for it goes on with the request, unless another one is clearly predicted to be cheaper.
+        """
         if not self.answerable:
             return []
+        leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
+        moves = leg is not None and leg.waits and self._is_cheaper_elsewhere(leg, len(token_ids), router, now)
         self._answer = tuple(token_ids)
         if self._answer:
             self.inserts.append((len(self.output_ids), self._answer))
         self.timeline.resumed(now)
-        return self._go_on(now)
+        given_up = self._finish_legs("cancelled") if moves else []
+        return [*given_up, *self._go_on(now)]
 
     def stop(self, now: float) -> list[Action]:
         """A stop string was found in the text: a completion."""
@@ -362,6 +370,14 @@ class Flight:
         leg.waits, leg.keeps_kv = False, True
         self.state = FlightState.RUNNING
         return [ResumeAt(leg, answer)]
+
+    def _is_cheaper_elsewhere(self, leg: Leg, more_tokens: int, router: Router, now: float) -> bool:
+        ask = self.ask()
+        plan = router.choose(replace(ask, num_tokens=ask.num_tokens + more_tokens, may_wait=False), now)
+        if plan is None or plan.worker == leg.worker:
+            return False
+        here = min((row.cost_ms for row in router.explain(plan) if row.worker == leg.worker), default=None)
+        return here is not None and plan.cost_ms < _MOVE_BELOW * here - _MOVE_MS
 
     # ---- endings
 

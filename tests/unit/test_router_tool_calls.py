@@ -6,7 +6,8 @@ import pytest
 
 from headrace.core.admission import Admission
 from headrace.core.admission_records import Ask, QueueLimits, Room, TenantLimits
-from headrace.core.records import FinishReason, Role, WorkerLedger, token_hash
+from headrace.core.records import FinishReason, Role, WorkerLedger, WorkerLoad, token_hash
+from headrace.core.step_shape import GENERIC_S
 from headrace.errors import Code, HeadraceError
 from headrace.sampling import SamplingParams
 from router.branch_text import BranchText
@@ -48,7 +49,7 @@ def paused(kind: str = WHOLE, **options: object) -> tuple[Flight, Leg]:
 def test_an_answer_goes_to_the_leg_once_the_worker_has_said_that_it_waits(kind: str) -> None:
     # 1. The answer comes first: tokens of before the pause are dropped until the worker has said so.
     f, leg = paused(kind)
-    assert f.answer([7, 8], 4.0) == []
+    assert f.answer([7, 8], router(), 4.0) == []
     assert not f.answerable
     assert f.token(leg, 2, 50, 4.1) == []
     assert f.waits(leg, 4.2) == [ResumeAt(leg, (7, 8))]
@@ -59,8 +60,8 @@ def test_an_answer_goes_to_the_leg_once_the_worker_has_said_that_it_waits(kind: 
     # 2. The worker speaks first.
     assert f.token(leg, 3, CALL, 5.0)[-1] == PauseAt(leg)
     assert f.waits(leg, 5.1) == []
-    assert f.answer([], 6.0) == [ResumeAt(leg, ())]
-    assert f.answer([1], 6.1) == [], "nobody waits"
+    assert f.answer([], router(), 6.0) == [ResumeAt(leg, ())]
+    assert f.answer([1], router(), 6.1) == [], "nobody waits"
     assert f.inserts == [(2, (7, 8))]
 
 
@@ -97,12 +98,12 @@ def test_without_its_leg_a_paused_flight_waits_on_and_is_planned_anew_behind_the
 ) -> None:
     f, leg = paused()
     if answered_first:
-        assert f.answer([7], 3.2) == []
+        assert f.answer([7], router(), 3.2) == []
     assert ends_the_leg(f, leg, how) == []
     if not answered_first:
         assert f.state is FlightState.PAUSED and not f.holds_kv
         assert f.place(router(C0), 3.6) == [], "nothing to do before the answer"
-        assert f.answer([7], 4.0) == []
+        assert f.answer([7], router(), 4.0) == []
     assert f.state is FlightState.QUEUED
     [submit] = f.place(router(C1), 4.1)
     assert isinstance(submit, SubmitTo) and f.attempt == 2
@@ -116,7 +117,7 @@ def test_legs_that_are_lost_while_tools_run_are_no_attempts_and_no_crashes() -> 
         [submit] = f.place(router(C0), float(round_number))
         f.token(submit.leg, round_number, CALL, round_number + 0.1)
         assert f.lost(C0.key, True, round_number + 0.2) == []
-        f.answer([1], round_number + 0.3)
+        f.answer([1], router(), round_number + 0.3)
     assert (f.state, f.crashed) == (FlightState.QUEUED, set())
     # A failure of a plan that runs counts as ever.
     [submit] = f.place(router(C0), 7.0)
@@ -149,7 +150,7 @@ def test_a_paused_flight_ends_as_any_other(how: str) -> None:
                     continue
         assert isinstance(actions[-1], Ended) and f.state is FlightState.ENDED
         assert not any(leg.live for leg in f.legs)
-        assert f.answer([1], 6.0) == [] and f.waits(leg, 6.0) == []
+        assert f.answer([1], router(), 6.0) == [] and f.waits(leg, 6.0) == []
         assert f.timeline.ended_paused
 
 
@@ -159,7 +160,7 @@ def test_a_call_that_the_first_token_ends_gives_the_hand_off_up() -> None:
     actions = f.token(p, 0, CALL, 2.0)
     assert actions == [Deliver((CALL,), paused=True), FinishAt(p, "cancelled"), FinishAt(d, "cancelled")]
     assert not f.holds_kv
-    f.answer([1], 3.0)
+    f.answer([1], router(), 3.0)
     assert f.state is FlightState.QUEUED
 
 
@@ -171,7 +172,7 @@ def test_a_prefill_worker_that_dies_behind_the_hand_off_takes_nothing_from_a_leg
     f.token(d, 1, CALL, 2.2)
     assert f.lost(p.worker, True, 2.3) == []
     f.waits(d, 2.4)
-    assert f.answer([1], 2.5) == [ResumeAt(d, (1,))]
+    assert f.answer([1], router(), 2.5) == [ResumeAt(d, (1,))]
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_model_len"])
@@ -375,3 +376,22 @@ def test_a_tenants_cap_holds_for_those_that_wait_as_for_those_that_run() -> None
     for ticket in tickets:
         gate.leave(ticket, 1.0)
     assert not any(vars_of(gate))
+
+
+@pytest.mark.parametrize("queue_s", [0.0, 30.0])
+def test_a_paused_request_leaves_a_worker_only_for_one_that_is_clearly_cheaper(queue_s: float) -> None:
+    f, leg = paused()
+    f.waits(leg, 3.5)
+    known = router(C0, C1)
+    for worker, queue in ((C0, queue_s), (C1, 0.0)):
+        load = WorkerLoad(free_blocks=600, total_blocks=600, queue_s=queue, step_costs=GENERIC_S)
+        known.report(worker.key, load)
+    actions = f.answer([7, 8], known, 4.0)
+    if queue_s == 0.0:
+        assert actions == [ResumeAt(leg, (7, 8))]
+        return
+    assert actions == [FinishAt(leg, "cancelled")] and f.state is FlightState.QUEUED
+    [submit] = f.place(known, 4.1)
+    assert isinstance(submit, SubmitTo) and submit.leg.worker == C1.key
+    assert f.token_ids == [5, 6, 7, 11, CALL, 7, 8]
+    assert f.token(submit.leg, 2, 51, 5.0) == [Deliver((51,))]

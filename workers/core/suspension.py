@@ -133,6 +133,8 @@ class Suspension(Roster):
         request.preempted_at = None
         if isinstance(how, Call):
             self._residency.cut(request, how.num_output)
+        if request.block_ids:
+            self._residency.publish(request)  # whoever goes on with it, here or elsewhere, may need them
         if keep is not Keep.KEEP:
             self.admission.rebook(request.key, 0, now)
         if keep is Keep.OFFLOAD:
