@@ -22,6 +22,7 @@ class _Scheduler:
         self.predicted_s = 0.5
         self.look_s: float | None = None
         self.refused: list[tuple[RequestKey, str]] = []
+        self.paused: list[tuple[RequestKey, str]] = []
 
     def schedule(self, now: float) -> StepPlan | None:
         self.calls.append("schedule")
