@@ -12,6 +12,8 @@ from random import Random
 from headrace.core.predictor import Profile, StepPredictor, StepShape, fit
 from headrace.ids import RequestKey
 from tests.core_world import World
+from workers.core.blocks import BlockState
+from workers.core.limits import peak_tokens
 from workers.core.plan import StepPlan
 from workers.core.request import State
 from workers.core.settings import ChunkMode
@@ -55,6 +57,7 @@ def check_plan(world: World, plan: StepPlan, before: Mapping[RequestKey, State])
     assert len(set(plan.keys)) == plan.num_rows
     for table, start, count in zip(plan.block_tables, plan.start_pos, plan.num_tokens, strict=True):
         assert start + count <= len(table) * settings.block_size
+        assert not any(world.pool.state(block) is BlockState.RETIRED for block in table)
     for pairs in (plan.swap_in, plan.swap_out):
         assert len({source for source, _ in pairs}) == len({target for _, target in pairs}) == len(pairs)
     _check_time(world, plan)
@@ -99,11 +102,15 @@ def check_blocks(world: World) -> None:
     """Blocks are conserved, in the pool and on the host."""
     pool, requests = world.pool, world.scheduler.requests.values()
     known = pool.used_blocks + pool.free_blocks + pool.evictable_blocks + pool.quarantined_blocks
-    assert known == pool.num_blocks
+    assert known + pool.retired_blocks == pool.num_blocks
     scheduler = world.scheduler
     copied = () if scheduler._flight is None else scheduler._flight.copied
     foreign = {*scheduler.fetches.blocks(), *scheduler._pins.blocks(), *copied}
     assert pool.used_blocks == len(foreign.union(*(request.block_ids for request in requests)))
+    for request in requests:
+        # A tool's answer may ask for more than there is until the next step.
+        if not request.inserts:
+            assert pool.blocks_for(peak_tokens(request, world.settings)) <= pool.usable_blocks
     copies = [block for request in requests if request.host is not None for block in request.host.blocks]
     assert len(set(copies)) == len(copies) <= world.settings.host_blocks
     stats = world.scheduler.stats()

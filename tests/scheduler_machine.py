@@ -3,7 +3,8 @@
 Requests of every kind (whole, hand_off, adopted, resumed, opted out of the cache) come, are preempted, cancelled,
 expire, lose their readers or their reads, at any point, also while a step is on its way. Reads that were given up go on
 writing garbage until they are terminal. Prefixes are fetched from peers, arrive as a whole or in part or not at all,
-and peers pin what is cached here. `check_integrity` and the laws of `tests.scheduler_laws` hold after every operation;
+and peers pin what is cached here. Memory is taken from the pool and given back, with and without preemptions for it,
+and the worker closes and opens. `check_integrity` and the laws of `tests.scheduler_laws` hold after every operation;
 every request that was let in ends exactly once, in a way that somebody is told of; everything drains.
 
 `tests/property` runs it for seconds, `tests/chaos` for minutes.
@@ -302,6 +303,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def late_write(self, data: st.DataObject, over: bool) -> None:
         self.write_late(data.draw(st.sampled_from(sorted(self.writing))), over)
 
+    # ---- memory goes and comes
+
+    @rule(
+        share=st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0]),
+        host_share=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+        shed=st.booleans(),
+    )
+    def resize(self, share: float, host_share: float, shed: bool) -> None:
+        blocks, host_blocks = self.world.num_blocks, self.world.settings.host_blocks
+        self.world.scheduler.resize(int(share * blocks), int(host_share * host_blocks), shed=shed)
+
+    @rule(closed=st.booleans())
+    def close_or_open(self, closed: bool) -> None:
+        if closed:
+            self.world.scheduler.close("memory_pressure", 1.0)
+        else:
+            self.world.scheduler.open()
+
     # ---- requests go
 
     @precondition(lambda self: self.alive())
@@ -360,6 +379,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.write_late(key, True)
         while self.pins:
             self.peer_is_done()
+        world.scheduler.open()
+        world.scheduler.resize(0)
         # Liveness: with readers and holders that do their part, everybody ends.
         for _ in range(400):
             for key in self.fetching():
@@ -375,6 +396,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.answer_tool(request, [1])
             world.now += 1.0  # a batch's window ends
             self.run_on(1)
+        if world.pool.retired_blocks or world.scheduler.host_blocks.retired_blocks:
+            self.run_on(2)
         assert self.gone.keys() == world.seen.keys()
         for request in world.seen.values():
             got = world.delivered[request.key]

@@ -3,7 +3,8 @@ again.
 
     prefills    requests, uncomputed tokens and predicted seconds of those that have not started
     adoptions   requests that have not started
-    both        tokens of KV, expected output included, of all that is here
+    both        tokens of KV, expected output included, of all that is here; nobody while it is closed, nor whom the
+                blocks that are in use just now can never hold
 
 The accounts are those of `headrace.core.accounts`, which the gateway's admission is made of too: the time to wait is
 what is over a bound, by the pace at which the account has been drained. What the gateway's decision knows beside them
@@ -19,8 +20,12 @@ from dataclasses import dataclass
 from headrace.core.accounts import Account
 from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
+from workers.core.limits import peak_tokens
 from workers.core.request import Request
 from workers.core.settings import SchedulerSettings
+
+_RETRY_S = 5.0
+"""When to ask again for room that the pool does not have just now."""
 
 
 @dataclass(slots=True)
@@ -38,6 +43,10 @@ class QueueAdmission:
     """`refusal` asks, `enter` books; `started` and `left` give back, and may be repeated."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        self.closed: Rejected | None = None
+        """The answer to everybody; None: open."""
+        self.usable_tokens: int | None = None
+        """That the pool has room for just now; None: as always."""
         self._settings = settings
         self._max_queue_us = None if settings.max_queue_s is None else round(settings.max_queue_s * 1e6)
         self._waiting = Account()
@@ -48,11 +57,16 @@ class QueueAdmission:
         self._booked: dict[RequestKey, _Booked] = {}
 
     def refusal(self, request: Request, engine_s: float, now: float) -> Rejected | None:
-        """`queue_full` | `queue_seconds` | `reserved_kv`, with the longest of the times that bounds ask for.
+        """That of `closed`, `memory_pressure`, or `queue_full` | `queue_seconds` | `reserved_kv` with the longest of
+        the times that bounds ask for.
 
         `engine_s`: predicted seconds of the request's prefill.
         """
         settings, booked = self._settings, _part_of(request, engine_s)
+        if self.closed is not None:
+            return self.closed
+        if self.usable_tokens is not None and peak_tokens(request, settings) > self.usable_tokens:
+            return Rejected("memory_pressure", _RETRY_S)
         if request.adopted:
             waits = {"queue_full": self._adopting.wait_s(1, settings.max_waiting_requests, now)}
         else:

@@ -7,6 +7,7 @@ A block is in exactly one state:
     CACHED       reference count 0, carries a label; taken when the free list is empty, by `workers.core.eviction`
     QUARANTINED  the target of a read that was given up and may still write;
                  named by its holder until the read is terminal
+    RETIRED      out of use: its memory is the system's until it is restored
 
                alloc                   decref to 0, no label
     FREE <---------------> USED -------------------------------> FREE
@@ -14,6 +15,7 @@ A block is in exactly one state:
                     incref |  +--------------------------------> CACHED --(evict)--> USED by alloc
                            +------------------------------------ CACHED --(unlabel)--> FREE
     USED (one reference, no label) --quarantine--> QUARANTINED --release--> FREE
+    FREE, or CACHED and evicted for it --retire--> RETIRED --restore--> FREE
 
 A label is the hash of a full block's content, or b"" for a block that is filled in part. Every operation is O(1) a
 block, those on idle labelled ones O(log blocks). Does not: hash, match, or know requests.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from heapq import nlargest
 
 from headrace.errors import InvariantError
 from workers.core.eviction import IdleBlocks
@@ -33,6 +36,7 @@ class BlockState(StrEnum):
     USED = "used"
     CACHED = "cached"
     QUARANTINED = "quarantined"
+    RETIRED = "retired"
 
 
 class BlockPool:
@@ -53,6 +57,7 @@ class BlockPool:
         self._labels: list[bytes | None] = [None] * num_blocks
         self._quarantined: dict[str, list[int]] = {}
         self._num_quarantined = 0
+        self._retired: list[int] = []
 
     @property
     def free_blocks(self) -> int:
@@ -72,9 +77,18 @@ class BlockPool:
         return self._num_quarantined
 
     @property
+    def retired_blocks(self) -> int:
+        return len(self._retired)
+
+    @property
+    def usable_blocks(self) -> int:
+        """All but the retired ones."""
+        return self.num_blocks - len(self._retired)
+
+    @property
     def used_blocks(self) -> int:
         """Blocks with references (quarantined ones are counted apart)."""
-        return self.num_blocks - self.available_blocks - self._num_quarantined
+        return self.usable_blocks - self.available_blocks - self._num_quarantined
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -162,26 +176,48 @@ class BlockPool:
     def quarantine_holders(self) -> dict[str, int]:
         return {holder: len(blocks) for holder, blocks in self._quarantined.items()}
 
+    def retire(self, num_blocks: int) -> list[int]:
+        """Take so many blocks that nobody uses out of use, or all such; cached ones only where free ones are too few.
+
+        Those with the highest numbers go, so that what goes lies together. O(blocks). What is in them is lost.
+        """
+        self.evict_ahead(num_blocks)
+        blocks = nlargest(num_blocks, self._free)
+        gone = frozenset(blocks)
+        self._free = [block for block in self._free if block not in gone]
+        self._retired += blocks
+        return blocks
+
+    def restore(self, num_blocks: int) -> list[int]:
+        """Take so many retired blocks into use again, or all; they are the last to be given. O(blocks)."""
+        kept = max(0, len(self._retired) - num_blocks)
+        blocks = self._retired[kept:]
+        del self._retired[kept:]
+        self._free[:0] = blocks
+        return blocks
+
     def state(self, block: int) -> BlockState:
         """For audits and tests; O(blocks)."""
         if self._refs[block] > 0:
             return BlockState.USED
         if block in self.idle:
             return BlockState.CACHED
+        if block in self._retired:
+            return BlockState.RETIRED
         return BlockState.FREE if block in self._free else BlockState.QUARANTINED
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless every block is in exactly one state. O(blocks)."""
         used = [block for block, refs in enumerate(self._refs) if refs > 0]
         aside = [block for blocks in self._quarantined.values() for block in blocks]
-        if sorted([*self._free, *self.idle, *used, *aside]) != list(range(self.num_blocks)):
+        if sorted([*self._free, *self.idle, *used, *aside, *self._retired]) != list(range(self.num_blocks)):
             raise InvariantError("blocks are lost or in two states")
         if self._num_quarantined != len(aside):
             raise InvariantError("the count of quarantined blocks is wrong")
         if any(self._labels[block] is None for block in self.idle):
             raise InvariantError("a cached block has no label")
-        if any(self._labels[block] is not None for block in [*self._free, *aside]):
-            raise InvariantError("a free or quarantined block has a label")
+        if any(self._labels[block] is not None for block in [*self._free, *aside, *self._retired]):
+            raise InvariantError("a free, quarantined or retired block has a label")
 
     def _evict(self) -> int:
         block = self.idle.pop()

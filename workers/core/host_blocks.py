@@ -2,6 +2,7 @@
 
     free --take--> a HostCopy names them --give_back--> free
          --take_one--> the tier has it   --give_one---> free
+         --retire----> out of use        --restore----> free
 
 A copy belongs to one preemption; one of an earlier preemption is stale and never restored. Copies go before cached
 blocks: where too few are free, the tier gives some of its blocks up (`reclaim`). Does not: move bytes.
@@ -24,10 +25,15 @@ class HostBlocks:
         """Frees at least so many, at most `reclaimable()`; set by the tier."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken: set[int] = set()
+        self._retired: list[int] = []
 
     @property
     def free_blocks(self) -> int:
         return len(self._free)
+
+    @property
+    def retired_blocks(self) -> int:
+        return len(self._retired)
 
     @property
     def available_blocks(self) -> int:
@@ -66,8 +72,23 @@ class HostBlocks:
         self._taken.discard(block)
         self._free.append(block)
 
+    def retire(self, num_blocks: int) -> list[int]:
+        """Take so many blocks out of use, or all that are free or that the tier can give up."""
+        num_blocks = min(num_blocks, self.available_blocks)
+        if num_blocks > len(self._free):
+            self.reclaim(num_blocks - len(self._free))
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        self._retired += blocks
+        return blocks
+
+    def restore(self, num_blocks: int) -> list[int]:
+        """Take so many retired blocks into use again, or all."""
+        blocks = [self._retired.pop() for _ in range(min(num_blocks, len(self._retired)))]
+        self._free += blocks
+        return blocks
+
     def check_integrity(self, copies: list[HostCopy], in_tier: Iterable[int] = ()) -> None:
         """Raises InvariantError unless exactly `copies` and the tier hold what is not free, none of it twice."""
         held = [*(block for copy in copies for block in copy.blocks), *in_tier]
-        if sorted([*self._free, *held]) != list(range(self.num_blocks)) or set(held) != self._taken:
+        if sorted([*self._free, *self._retired, *held]) != list(range(self.num_blocks)) or set(held) != self._taken:
             raise InvariantError("host blocks are lost or in two states")

@@ -22,7 +22,8 @@ _RESCUE_SHARE = 2.0
 
 
 class Packing:
-    """`plan` is valid once `num_rows` is not 0 or blocks are swapped; decode rows must be added before prefill rows.
+    """`plan` is valid once `num_rows` is not 0 or blocks are swapped or memory changes; decode rows must be added
+    before prefill rows.
 
     floor_tokens: prompt tokens that decodes leave room for, the share that prefills have at least. Of a time budget
     they have the same share where decodes alone take more than all of it; where decodes just hold it, in a few steps.

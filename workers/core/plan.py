@@ -45,6 +45,8 @@ class StepPlan:
     """Whole blocks to copy back, (host block, pool block), after those."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Whole-block copies (source, target) in the pool, after those and before the rows."""
+    memory: MemoryChange = field(default_factory=lambda: MemoryChange())
+    """Once what was swapped out is copied, and before anything else is written."""
     num_decode_rows: int = 0
 
     @property
@@ -54,6 +56,20 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(self.num_tokens[self.num_decode_rows :])
+
+
+@dataclass(slots=True)
+class MemoryChange:
+    """Blocks that are out of use from this step on, whose memory goes back to the system; and blocks that are in use
+    again, whose memory is taken again."""
+
+    retired: list[int] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)
+    host_retired: list[int] = field(default_factory=list)
+    host_restored: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.retired or self.restored or self.host_retired or self.host_restored)
 
 
 @dataclass(slots=True)

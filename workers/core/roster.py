@@ -235,8 +235,8 @@ class Roster:
         self._end_fetching(key, now)
 
     def pin_cached(self, key: RequestKey, reader: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """For a peer's fetch, see `FetchPins.pin`."""
-        return self._pins.pin(key, reader, hashes, self._spare_blocks())
+        """For a peer's fetch, see `FetchPins.pin`; nothing while this worker is closed."""
+        return () if self.admission.closed else self._pins.pin(key, reader, hashes, self._spare_blocks())
 
     def unpin_cached(self, key: RequestKey) -> bool:
         return self._pins.unpin(key)

@@ -64,7 +64,7 @@ class Scheduler(Selection):
         if len(self._unlearned) >= _UNLEARNED_STEPS:
             self.catch_up()
         packing = self._select(self._steps, now)
-        if not packing.num_rows and not packing.plan.swap_out:
+        if not packing.num_rows and not (packing.plan.swap_out or packing.plan.memory):
             return None
         self._steps += 1
         started = self._mark_scheduled(packing, now)
@@ -179,7 +179,7 @@ class Scheduler(Selection):
             adopting_requests=len(queues.adopting) + len(queues.reserved),
             free_blocks=self._pool.free_blocks,
             evictable_blocks=self._pool.evictable_blocks,
-            total_blocks=self._pool.num_blocks,
+            total_blocks=self._pool.usable_blocks,
             step_age_s=0.0 if self._flight is None else max(0.0, now - self._flight.since),
             step_s=self._step_s,
             cache_epoch=self._cache.log.epoch,
@@ -190,6 +190,7 @@ class Scheduler(Selection):
             expected_output_tokens=self._batch.expected_tokens(),
             eviction_ms_per_block=self._pool.idle.next_ms(),
             restore_block_s=self._settings.host_copy_block_s,
+            closed="" if self.admission.closed is None else self.admission.closed.reason,
         )
 
     def _queue_s(self) -> float:

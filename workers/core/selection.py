@@ -28,14 +28,14 @@ from workers.core.preemption import require
 from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
 from workers.core.settings import Batching, SchedulerSettings
-from workers.core.suspension import Suspension
+from workers.core.shedding import Shedding
 
 _STATIC_WINDOWS = 10
 """Windows without an arrival after which static batching stops waiting for a full batch."""
 _LOOK_AGAIN_STEPS = 8
 
 
-class Selection(Suspension):
+class Selection(Shedding):
     """See `workers.core.scheduler.Scheduler`, which is the one that workers make."""
 
     def __init__(
@@ -65,8 +65,10 @@ class Selection(Suspension):
         if self._queues.following:
             self._queues.following.release_stalled(now, self._step_s)
         self._refuse_lost(now)
+        memory = self._fit_memory(now)
         self._make_room_for_class(now)
         packing = Packing(step_id, self._settings, self._predictor, self._floor_tokens())
+        packing.plan.memory = memory
         self._pack_decodes(packing, now)
         self._pack_prefills(packing, now)
         packing.plan.swap_out = self._take_swap_out()

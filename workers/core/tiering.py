@@ -199,10 +199,10 @@ class Tiering:
         """Of the tiers that there are, the device first."""
         pool, host, tiers = self._pool, self._host, self.tiers
         aside = pool.used_blocks + pool.quarantined_blocks
-        told = [TierAccount("device", pool.num_blocks, pool.evictable_blocks, aside, pool.free_blocks)]
+        told = [TierAccount("device", pool.usable_blocks, pool.evictable_blocks, aside, pool.free_blocks)]
         if host.num_blocks:
-            cached, free = tiers.host_cached, host.free_blocks
-            told.append(TierAccount("host", host.num_blocks, cached, host.num_blocks - cached - free, free))
+            cached, free, usable = tiers.host_cached, host.free_blocks, host.num_blocks - host.retired_blocks
+            told.append(TierAccount("host", usable, cached, usable - cached - free, free))
         if tiers.disk_blocks:
             cached, busy = tiers.disk_cached, tiers.disk_busy
             told.append(TierAccount("disk", tiers.disk_blocks, cached, busy, tiers.disk_blocks - cached - busy))
