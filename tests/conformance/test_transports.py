@@ -40,6 +40,7 @@ from kvtransfer.transports.base import (
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.ucx import UcxTransport
+from workers.runner.pool import release_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "the cluster's token"
@@ -279,6 +280,29 @@ def test_an_empty_read_is_over_at_once(lane: str) -> None:
             pull = await reader.pull_from(remote, [], [])
             assert (await pull.done).bytes == 0
             await over(pull)
+
+    run(test())
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_pages_that_go_back_to_the_system_are_read_and_written_anew(lane: str) -> None:
+    """A pool stays registered while a worker that is short of memory gives a part of it back and takes it again."""
+
+    async def test() -> None:
+        peer_id, pool = random_ids("peer"), filled_pool(64, MIB)
+        holder = make(lane, peer_id, 20.0)
+        await holder.start(pool, MIB)
+        async with pair(lane) as (reader, _):
+            peer = await reader.transport.connect(peer_id, holder.descriptor())
+            for shift in range(3):
+                blocks, own = list(range(8, 40)), list(range(10, 42))
+                await reader.transport.pull(peer, blocks, own).done
+                reader.assert_holds([block + shift for block in blocks], own)
+                assert release_pages(pool, blocks, MIB) == release_pages(reader.memory, own, MIB) == 32 * MIB
+                assert not any(reader.block(block).any() for block in own)
+                for block in blocks:
+                    pool[block * MIB : (block + 1) * MIB] = content(block + shift + 1, MIB)
+        await holder.close()
 
     run(test())
 

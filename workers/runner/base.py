@@ -38,7 +38,8 @@ class Runner(Protocol):
     """How the weights are kept in memory, in words."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Copy to and from the host, make the copies, compute the rows, write their KV, sample.
+        """Copy to the host, give back and take memory, copy from the host and in the pool, compute the rows, write
+        their KV, sample.
 
         Raises InvariantError for an impossible plan.
         """

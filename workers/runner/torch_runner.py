@@ -17,7 +17,7 @@ from headrace.sampling import SamplingParams
 from kernels.ops import PoolShape, Program, Sampler, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
-from workers.core.plan import StepPlan, StepResult
+from workers.core.plan import MemoryChange, StepPlan, StepResult
 from workers.model.config import load_config
 from workers.model.decoder import Decoder
 from workers.model.identity import identity_fields
@@ -25,7 +25,7 @@ from workers.model.loaders import Weights
 from workers.model.matrices import storage_text
 from workers.model.weight_format import WeightFormat
 from workers.runner.exact import exact_self_test
-from workers.runner.pool import allocate_pool, available_bytes
+from workers.runner.pool import allocate_pool, available_bytes, release_pages, touch_pages
 from workers.runner.sample import sampling_table
 
 _DTYPE_BYTES = 4
@@ -119,6 +119,8 @@ class TorchRunner:
         begin = time.perf_counter()
         for block, target in plan.swap_out:
             self._host[target] = self._blocks[block]
+        if plan.memory:
+            self._change_memory(plan.memory)
         for source, block in plan.swap_in:
             self._blocks[block] = self._host[source]
         for source, target in plan.copies:
@@ -141,6 +143,15 @@ class TorchRunner:
         middle = time.perf_counter()
         tokens = self._sampler.choose(logits, sampling_table(plan))
         return StepResult(tokens, middle - begin, time.perf_counter() - middle)
+
+    def _change_memory(self, change: MemoryChange) -> None:
+        block_bytes = self.layout.block_bytes
+        for memory, retired, restored in (
+            (self.kv_pool, change.retired, change.restored),
+            (self.host_pool, change.host_retired, change.host_restored),
+        ):
+            release_pages(memory, retired, block_bytes)
+            touch_pages(memory, restored, block_bytes)
 
     def warm_up(self) -> None:
         """Touch the pool's pages, run a prefill and a decode step without sampling being kept, time block copies."""
