@@ -170,6 +170,9 @@ class Gateway:
         if self._draining:
             raise self._unavailable(spec, "draining", "the deployment is shutting down", 5.0)
         if not self.ready():
+            table = self.router.table
+            if closed := next(filter(None, (table.load(key).closed for key in table.roster if key)), ""):
+                raise self._unavailable(spec, closed, "no worker takes new requests just now", 5.0)
             raise self._unavailable(spec, "no_worker", "no worker is ready", 2.0)
         need = len(spec.prompt_ids) + max(params.max_tokens for params in spec.sampling)
         return self.gate.enter(spec, self.router, self.router.can_place(self._mode, need), deadline_s, now)

@@ -29,13 +29,16 @@ from workers.core.blocks import BlockPool
 from workers.core.journal import OFF
 from workers.core.prefix_cache import PrefixCache
 from workers.core.scheduler import Scheduler, SchedulerSettings
+from workers.core.watermarks import Marks
 from workers.disk_store import DiskStore, file_bytes
 from workers.engine import Engine
 from workers.hub import Hub
 from workers.journal_file import open_journal
+from workers.memory_watch import MemoryWatch
 from workers.movers import Movers
 from workers.predictor_file import load_predictor, profile_key
 from workers.runner.base import Runner
+from workers.runner.pool import available_bytes, is_pinned
 from workers.server import SERVER_OPTIONS, WorkerService
 from workers.spec import WorkerReady, WorkerSpec
 
@@ -142,6 +145,15 @@ class Worker:
         self.hub = Hub(self.scheduler, identity, layout.block_size, make_holder, reader)
         self.engine = Engine(self.scheduler, runner, self.hub)
         self.hub.attach(self.engine)
+        self.memory_watch = MemoryWatch(
+            Marks(spec.low_memory_bytes, spec.critical_memory_bytes),
+            self.hub,
+            self.scheduler,
+            self.pool,
+            layout.block_bytes,
+            available_bytes,
+            gives_back=not is_pinned(),
+        )
         hello = pb.WorkerHello(
             worker_id=spec.worker_id,
             incarnation=spec.incarnation,
@@ -218,6 +230,7 @@ class Worker:
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.tick()
+            self.memory_watch.tick(time.monotonic())
             if self._events is not None:
                 self.hub.counters.update(self._events.counters)
             idle_ticks = 0 if self.hub.live_requests else idle_ticks + 1

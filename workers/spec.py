@@ -45,6 +45,10 @@ class WorkerSpec(BaseModel):
     """Bound of this worker's cached blocks on disk; 0: none."""
     disk_cache_dir: str = ""
     """Folder for them; '': `kv` in the machine's cache folder."""
+    low_memory_bytes: int = 0
+    """Available memory below which nobody new is let in; 0: never."""
+    critical_memory_bytes: int = 0
+    """Available memory below which requests are preempted for it."""
     profile_path: str = ""
     """Step-time profile to start from. '': the one of this worker's own key in the cache, if any; 'none': none."""
     transport: str = "auto"

@@ -12,6 +12,8 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 DEFAULT_KV_CACHE_FRACTION = 0.10
 SWAP_SHARE = 0.25
 """Of a worker's KV pool: the automatic host memory for preempted requests."""
+LOW_MEMORY_SHARE = 0.03
+MOST_LOW_MEMORY_BYTES = 512 << 20
 PROCESS_BYTES = 384 << 20
 """Interpreter, libraries and workspace of one worker, beside weights and KV."""
 
@@ -60,6 +62,15 @@ def swap_bytes(config: ServeConfig, model: ModelFacts, machine: Machine, kv_byte
         * _block_bytes(pool, model)
         for pool, size in zip(config.pools, wanted, strict=True)
     ]
+
+
+def memory_marks(pool: PoolConfig, machine: Machine) -> tuple[int, int]:
+    """Available memory below which a worker lets nobody in, and below which it preempts. An automatic low mark is at
+    least twice an explicit critical one."""
+    low, critical = pool.low_memory_bytes, pool.critical_memory_bytes
+    if low is None:
+        low = max(min(MOST_LOW_MEMORY_BYTES, int(LOW_MEMORY_SHARE * machine.available_bytes)), 2 * (critical or 0))
+    return low, low // 2 if critical is None else critical
 
 
 def max_model_len(config: ServeConfig, model: ModelFacts, kv_bytes: list[int]) -> int:

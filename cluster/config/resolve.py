@@ -77,6 +77,7 @@ def resolve(
     for pool, pool_threads, pool_kv_bytes, pool_swap_bytes in zip(
         config.pools, threads, kv_bytes, swap_bytes, strict=True
     ):
+        low_memory_bytes, critical_memory_bytes = memory.memory_marks(pool, machine)
         for _ in range(pool.replicas):
             index = counts.get(pool.role, 0)
             counts[pool.role] = index + 1
@@ -104,6 +105,8 @@ def resolve(
                     swap_bytes=pool_swap_bytes,
                     disk_cache_bytes=pool.disk_cache_bytes,
                     disk_cache_dir=str(Path(pool.disk_cache_dir).absolute()) if pool.disk_cache_dir else "",
+                    low_memory_bytes=low_memory_bytes,
+                    critical_memory_bytes=critical_memory_bytes,
                     profile_path=_profile_path(pool.profile),
                     transport=config.kv_transfer.transport,
                     read_timeout_s=config.kv_transfer.read_timeout_s,

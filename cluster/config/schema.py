@@ -162,6 +162,11 @@ class PoolConfig(Section):
     """Cached blocks of each worker on disk, kept over restarts; 0: none."""
     disk_cache_dir: Annotated[str, Field(min_length=1)] | None = None
     """Folder for them; unset: `kv` in the cache folder of the worker's machine."""
+    low_memory_bytes: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(auto_size)] = None
+    """Memory left to a worker below which it takes no new requests and gives unused KV memory back. auto: 3 % of the
+    memory available at start, at most 512 MiB; 0: never."""
+    critical_memory_bytes: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(auto_size)] = None
+    """Memory left below which requests are preempted for it, too. auto: half of low_memory_bytes."""
     profile: Annotated[str, Field(min_length=1)] = "auto"
     """Step-time profile of each worker. auto: the one in the cache that fits; none; or a path."""
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -172,6 +177,12 @@ class PoolConfig(Section):
             raise ValueError("kv_cache_bytes and kv_cache_fraction exclude each other")
         if self.disk_cache_bytes and self.swap_bytes == 0:
             raise ValueError("disk_cache_bytes needs swap_bytes: blocks go to disk and back through host memory")
+        low, critical = self.low_memory_bytes, self.critical_memory_bytes
+        if low is not None and critical is not None and critical > low:
+            raise ValueError(
+                f"critical_memory_bytes {critical} is above low_memory_bytes {low}; nobody is preempted while others "
+                "are let in"
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs {self.max_num_seqs} is above max_num_batched_tokens {self.max_num_batched_tokens}; "

@@ -107,6 +107,29 @@ def test_too_little_memory_is_one_line_with_the_sums() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("pool", "available_gib", "marks"),
+    [
+        ({}, 64, (512 << 20, 256 << 20)),
+        ({}, 4, (int(0.03 * 4 * GIB), int(0.03 * 4 * GIB) // 2)),
+        ({"low_memory_bytes": 0}, 64, (0, 0)),
+        ({"low_memory_bytes": "100MiB"}, 64, (100 << 20, 50 << 20)),
+        ({"critical_memory_bytes": "1GiB"}, 64, (2 << 30, 1 << 30)),
+        ({"low_memory_bytes": "2GiB", "critical_memory_bytes": 0}, 64, (2 << 30, 0)),
+    ],
+)
+def test_memory_marks_follow_the_machine_or_are_as_they_were_written(
+    pool: dict[str, Any], available_gib: int, marks: tuple[int, int]
+) -> None:
+    for worker in deploy(pool=pool, available_bytes=available_gib * GIB).workers:
+        assert (worker.low_memory_bytes, worker.critical_memory_bytes) == marks
+
+
+def test_a_critical_mark_above_the_low_one_is_refused_with_both() -> None:
+    with pytest.raises(ConfigError, match="critical_memory_bytes 3000 is above low_memory_bytes 2000"):
+        deploy(pool={"low_memory_bytes": 2000, "critical_memory_bytes": 3000})
+
+
 def test_the_event_log_is_off_by_default_and_reaches_every_worker_with_a_whole_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
