@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.transports.base import allocate_pool
 from tests.model_fixtures import plan_of, tiny_model
 from workers.core.plan import MemoryChange, StepPlan
-from workers.runner.pool import is_pinned, release_pages, touch_pages
+from workers.runner.pool import available_bytes, is_pinned, release_pages, touch_pages
 from workers.runner.torch_runner import TorchRunner
 
 MIB = 1 << 20
@@ -71,6 +71,41 @@ def test_a_steps_retired_blocks_leave_the_runners_process_and_restored_ones_comp
     more = MemoryChange(restored=retired, host_restored=retired)
     assert runner.run(replace(step, memory=more)).token_ids == token
     assert resident_bytes() >= before - NOISE_BYTES
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "names"),
+    [
+        ("0::/a/b", "", ("memory_max", "memory_current", "inactive_file")),
+        (
+            "4:cpu,memory:/a/b",
+            "memory",
+            ("memory_limit_in_bytes", "memory_usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_what_is_available_is_the_least_room_of_the_machine_and_of_every_group_above(
+    tmp_path: Path, line: str, top: str, names: tuple[str, str, str]
+) -> None:
+    limit, used, cache = names
+    group = tmp_path / "sys/fs/cgroup" / top / "a"
+    write(tmp_path / "proc", meminfo="MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_bytes(tmp_path) == 8000 * 1024
+    write(tmp_path / "proc/self", cgroup=f"3:pids:/x\n{line}\n")
+    write(group / "b", **{limit: "5000", used: "3000", "memory_stat": f"anon 1\n{cache} 500\n"})
+    assert available_bytes(tmp_path) == 2500
+    write(group, **{limit: "9000", used: "8000", "memory_stat": ""})
+    assert available_bytes(tmp_path) == 1000
+    write(group, **{limit: "7000"})
+    assert available_bytes(tmp_path) == 0
+    write(group, **{limit: "max"})
+    assert available_bytes(tmp_path) == 2500
 
 
 def test_ordinary_memory_is_not_pinned() -> None:
