@@ -10,9 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.ids import RequestId, RequestKey
+from headrace.sampling import SamplingParams
 from kvtransfer.transports.base import allocate_pool
+from tests.core_world import make_settings
 from tests.model_fixtures import plan_of, tiny_model
+from workers.core.blocks import BlockPool
 from workers.core.plan import MemoryChange, StepPlan
+from workers.core.prefix_cache import PrefixCache
+from workers.core.request import Request
+from workers.core.scheduler import Scheduler
+from workers.core.watermarks import Level, Marks, Watermarks
 from workers.runner.pool import available_bytes, is_pinned, release_pages, touch_pages
 from workers.runner.torch_runner import TorchRunner
 
@@ -71,6 +79,52 @@ def test_a_steps_retired_blocks_leave_the_runners_process_and_restored_ones_comp
     more = MemoryChange(restored=retired, host_restored=retired)
     assert runner.run(replace(step, memory=more)).token_ids == token
     assert resident_bytes() >= before - NOISE_BYTES
+
+
+def serve(runner: TorchRunner, limit_bytes: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
+    """Outputs of six requests, with a look at the process's real memory after each step, one limit a step; and after
+    each look how many blocks are out of use, and what the process has."""
+    pool = BlockPool(runner.num_blocks, runner.layout.block_size)
+    scheduler = Scheduler(make_settings(block_size=16, max_model_len=64), pool, PrefixCache(pool))
+    watermarks = Watermarks(Marks(low_bytes=8 * MIB, critical_bytes=4 * MIB))
+    sampling = SamplingParams(30, ignore_eos=True)
+    requests = [
+        Request(RequestKey(i), RequestId(str(i)), 0, [5 + i, 6, 7 + i] * 6, sampling, b"r" * 16) for i in range(6)
+    ]
+    for request in requests:
+        assert scheduler.submit(request, 0.0) is None
+    retired, resident = [], []
+    for second, limit in enumerate(limit_bytes):
+        now = float(second)
+        if (plan := scheduler.schedule(now)) is not None:
+            scheduler.apply(plan, runner.run(plan), now)
+        available = max(0, limit - resident_bytes())
+        level, out = watermarks.look(available, now), pool.retired_blocks
+        more = watermarks.missing_blocks(available, runner.layout.block_bytes, pool.num_blocks, out, now)
+        scheduler.resize(out + more, shed=level is Level.SHED)
+        scheduler.check_integrity()
+        retired.append(out)
+        resident.append(resident_bytes())
+    assert watermarks.level is Level.OPEN
+    return [request.output_ids for request in requests], retired, resident
+
+
+def test_a_process_stays_within_a_limit_that_shrinks_under_load_and_takes_its_memory_back(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path)
+    block_bytes = TorchRunner(folder, 64, num_blocks=4).layout.block_bytes
+    runner = TorchRunner(folder, 64, num_blocks=64 * MIB // block_bytes)
+    runner.warm_up()
+    roomy, tight = resident_bytes() + 100 * MIB, resident_bytes() - 30 * MIB
+    outputs, retired, _ = serve(runner, [roomy] * 35)
+    assert not any(retired)
+    assert all(len(output) == 30 for output in outputs)
+    again, retired, resident = serve(runner, [roomy] * 5 + [tight] * 20 + [roomy] * 60)
+    assert again == outputs
+    # What is available is never less than nothing, so that a look gives back 10 MiB at most.
+    assert max(resident[10:25]) <= tight
+    assert max(retired) * block_bytes > 30 * MIB
+    assert retired[-1] == 0
+    assert resident[-1] > tight + 20 * MIB
 
 
 def write(folder: Path, **files: str) -> None:
