@@ -112,9 +112,9 @@ class ToyRunner:
         at, ids = 0, []
         for block, target in plan.swap_out:
             self.host[target] = list(self.kv[block])
-        for block in plan.memory.retired:
+        for block in [*plan.memory.retired, *plan.memory.restored]:
             self.kv[block] = [-1] * self.block_size
-        for block in plan.memory.host_retired:
+        for block in [*plan.memory.host_retired, *plan.memory.host_restored]:
             self.host[block] = [-1] * self.block_size
         for source, block in plan.swap_in:
             self.kv[block] = list(self.host[source])

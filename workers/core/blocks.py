@@ -188,11 +188,14 @@ class BlockPool:
         self._retired += blocks
         return blocks
 
+    def next_restored(self, num_blocks: int) -> list[int]:
+        """What `restore` takes."""
+        return self._retired[max(0, len(self._retired) - num_blocks) :]
+
     def restore(self, num_blocks: int) -> list[int]:
         """Take so many retired blocks into use again, or all; they are the last to be given. O(blocks)."""
-        kept = max(0, len(self._retired) - num_blocks)
-        blocks = self._retired[kept:]
-        del self._retired[kept:]
+        blocks = self.next_restored(num_blocks)
+        del self._retired[len(self._retired) - len(blocks) :]
         self._free[:0] = blocks
         return blocks
 

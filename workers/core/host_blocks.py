@@ -81,9 +81,14 @@ class HostBlocks:
         self._retired += blocks
         return blocks
 
+    def next_restored(self, num_blocks: int) -> list[int]:
+        """What `restore` takes."""
+        return self._retired[max(0, len(self._retired) - num_blocks) :]
+
     def restore(self, num_blocks: int) -> list[int]:
         """Take so many retired blocks into use again, or all."""
-        blocks = [self._retired.pop() for _ in range(min(num_blocks, len(self._retired)))]
+        blocks = self.next_restored(num_blocks)
+        del self._retired[len(self._retired) - len(blocks) :]
         self._free += blocks
         return blocks
 

@@ -60,8 +60,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class MemoryChange:
-    """Blocks that are out of use from this step on, whose memory goes back to the system; and blocks that are in use
-    again, whose memory is taken again."""
+    """Blocks that are out of use from this step on, whose memory goes back to the system; and blocks whose memory is
+    taken again, in use once the step is over."""
 
     retired: list[int] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)

@@ -126,6 +126,8 @@ class Scheduler(Selection):
             if token_id is not None:
                 self._take_in_first(request, token_id, result.sample_s, events, now)
         self._batch.thaw()
+        if plan.memory:
+            self._memory_changed(plan.memory)
         for copy in flight.swapped_in:
             self._host.give_back(copy)
         self.tiering.restored(flight.restored)

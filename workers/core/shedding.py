@@ -7,6 +7,7 @@
 | nobody's blocks are retired | `BlockPool.retire` takes free and cached ones only |
 | every request here can still run, one after another | the largest has room among what stays in use; so has a new one |
 | nobody writes to a retired block | no step is on its way when it is taken; the step's plan names it to the runner |
+| nobody gets a block whose memory is still being taken | it is free when the step that restores it is over |
 
 Does not: know how much memory there is (`workers.core.watermarks` does), or give any back (the runner does).
 """
@@ -86,7 +87,7 @@ class Shedding(Suspension):
         if (more := self._host_wanted - host.retired_blocks) > 0:
             change.host_retired = host.retire(more)
         elif more < 0:
-            change.host_restored = host.restore(-more)
+            change.host_restored = host.next_restored(-more)
         more = self._retired_wanted - pool.retired_blocks
         if more > 0:
             more = min(more, self._most_retired(self.requests.values()) - pool.retired_blocks)
@@ -95,12 +96,23 @@ class Shedding(Suspension):
         if more > 0:
             change.retired = pool.retire(more)
         elif more < 0:
-            change.restored = pool.restore(-more)
+            change.restored = pool.next_restored(-more)
         self.counters["retired_blocks"] += len(change.retired)
         self.counters["restored_blocks"] += len(change.restored)
-        self._retired_wanted, self._host_wanted = pool.retired_blocks, host.retired_blocks
-        self.admission.usable_tokens = pool.usable_blocks * pool.block_size if pool.retired_blocks else None
+        self._retired_wanted = pool.retired_blocks - len(change.restored)
+        self._host_wanted = host.retired_blocks - len(change.host_restored)
+        self._bound_admission()
         return change
+
+    def _memory_changed(self, change: MemoryChange) -> None:
+        """The step is over: nobody writes to what it restored any more but who gets it."""
+        self._pool.restore(len(change.restored))
+        self._host.restore(len(change.host_restored))
+        self._bound_admission()
+
+    def _bound_admission(self) -> None:
+        pool = self._pool
+        self.admission.usable_tokens = pool.usable_blocks * pool.block_size if pool.retired_blocks else None
 
     def _most_retired(self, requests: Iterable[Request]) -> int:
         """Blocks that may be out of use while each of `requests` is here. O(requests)."""

@@ -76,8 +76,8 @@ class FakeRunner:
         """One step; see `Runner.run`."""
         for block, target in plan.swap_out:
             self._host[target] = self._log[block]
-        self._log[plan.memory.retired] = -1
-        self._host[plan.memory.host_retired] = -1
+        self._log[plan.memory.retired + plan.memory.restored] = -1
+        self._host[plan.memory.host_retired + plan.memory.host_restored] = -1
         for source, block in plan.swap_in:
             self._log[block] = self._host[source]
         for source, target in plan.copies:
