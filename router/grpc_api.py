@@ -3,6 +3,7 @@
 An error is a status with a message for people and trailing metadata for programs: `headrace-field`,
 `headrace-reason`, `retry-after-ms`.
 Handlers write with `context.write` in their own task, so that a cancelled RPC closes its `generate()` iterator at once.
+Longer than others because it has one short handler for each method of the service.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ leases.
 Everything here runs on the event loop and takes the engine's lock for as long as it looks at or changes the scheduler;
 the engine thread calls only `step_began` and `step_ended`, which hand over to the loop. Implements both sides of
 `kvtransfer.service`: `LeaseSource` (this worker's blocks for readers) and `HandoffSink` (requests adopted from others).
+Longer than others because all that gateways, readers and the engine may say meets here, under one lock.
 """
 
 from __future__ import annotations

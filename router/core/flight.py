@@ -22,6 +22,8 @@ leg that is lost meanwhile fails nothing and counts as no attempt: behind the an
 | no token is lost or changed on the way | the worker's `output_hash` at the end |
 | an ended flight has no live leg | every ending and every new plan sends Finish to the legs still live |
 | a request seen in `max_crashes` dead processes ends with an error | `crashed`, filled when a worker is lost |
+
+Longer than others: one state machine, all of whose facts stand side by side.
 """
 
 from __future__ import annotations

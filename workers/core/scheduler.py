@@ -3,7 +3,7 @@
     plan = schedule(now)  ->  the runner computes it  ->  events = apply(plan, result, now)
 
 `Selection` fills a step, `Shedding` fits the pool to the memory that there is, `Suspension` takes blocks away for a
-while and gives them back, `Roster` lets in and out.
+while and gives them back, `Roster` lets in and out, `Holdings` is what all of them have.
 
 Requests may end while a step is on its way: tokens that it samples for them are dropped. The caller holds one lock
 around every method, may read everything and changes nothing. It calls `reserve_adoptions` after every method that may
