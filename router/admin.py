@@ -70,7 +70,10 @@ class AdminService(rpc.AdminServicer):
         tenant = request.tenant or own
         if not request.all and not tenant:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "tenant: a name is needed, or all")
-        told, unreachable = self._gateway.clear_cache(None if request.all else tenant)
+        try:
+            told, unreachable = self._gateway.clear_cache(None if request.all else tenant)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, f"nothing was cleared: {error.strerror}")
         return pb.ClearCacheResponse(workers=told, unreachable=unreachable)
 
     def _findings(self, status: pb.StatusResponse) -> list[str]:

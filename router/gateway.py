@@ -1,8 +1,8 @@
 """The gateway: owns every request from its acceptance to the last token the client has (DESIGN law 4).
 
 It carries out the actions of the pure `Flight`s: sends frames over the sessions, books work, wakes the consumer. One
-call of `generate` is `n` flights and one queue; the consumer side turns tokens into text and finds stop strings. Longer than
-others because every action of a flight and every fact of a session has its few lines here, side by side.
+call of `generate` is `n` flights and one queue; the consumer side turns tokens into text and finds stop strings. Longer
+than others because every action of a flight and every fact of a session has its few lines here, side by side.
 """
 
 from __future__ import annotations

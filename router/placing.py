@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from headrace.core.records import WorkerLedger, cache_key
 from headrace.ids import RequestId
+from headrace.paths import cache_root
 from headrace.v1.inference_pb2 import RoutingDecision
 from kvtransfer.core.identity import block_hashes, namespace_id, request_root
 from router.answer import Branch
@@ -19,6 +20,7 @@ from router.core.policies import Chance, Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.router import Router
 from router.explanations import Explanations, Routed, explained
+from router.generations import Generations
 from router.spec import GatewaySpec
 
 TRIES = 4
@@ -42,21 +44,21 @@ class Placing:
         """Requests without a plan, in the order in which they are tried."""
         self._spec = spec
         self._fingerprint = fingerprint
-        self._generations: Counter[str | None] = Counter()
-        """How often each tenant's cache was cleared; None: everybody's."""
+        self._generations = Generations(cache_root() / "kv" / "generations.json" if spec.keeps_generations else None)
         self._explanations = Explanations()
         self._tried_at = float("-inf")
 
     # ---- names
 
     def namespace(self, spec: GenerationSpec) -> bytes:
-        generation = self._generations[spec.tenant] + self._generations[None]
+        generation = self._generations.of(spec.tenant)
         return namespace_id(spec.tenant, spec.cache_salt, self._spec.cache_namespace_secret, generation)
 
     def cleared(self, tenant: str | None) -> None:
         """From now on the tenant's blocks (None: everybody's) have other names, so that no order of arrival lets a new
-        request hit or fetch what was cached before."""
-        self._generations[tenant] += 1
+        request hit or fetch what was cached before. Raises OSError when that cannot be kept on disk: nothing has
+        changed then."""
+        self._generations.next(tenant)
 
     def name_blocks(self, branch: Branch) -> None:
         """Brings the flight's keys up to date: what it has by now, as the workers name it."""

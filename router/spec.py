@@ -74,6 +74,8 @@ class GatewaySpec(BaseModel):
     liveness_s: float = 8.0
     cluster_token: str
     cache_namespace_secret: str = ""
+    keeps_generations: bool = False
+    """How often a tenant's cache was cleared is kept on this node's disk: some blocks outlive the gateway."""
     controller_pid: int = 0
 
 

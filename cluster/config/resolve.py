@@ -141,6 +141,7 @@ def resolve(
         drain_timeout_s=config.cluster.drain_timeout_s,
         cluster_token=token,
         cache_namespace_secret=namespace_secret,
+        keeps_generations=any(pool.disk_cache_bytes for pool in config.pools),
         kv_bytes_per_token=model.kv_bytes_per_token,
         service=service,
         tenants={name: _tenant(tenant) for name, tenant in config.gateway.tenants.items()},

@@ -225,6 +225,8 @@ class Flight:
         self.timeline.token(now)
         if self.attempt not in self.realised_ms and self.timeline.last_submit is not None:
             self.realised_ms[self.attempt] = (now - self.timeline.last_submit) * 1e3
+            # It was let in: refusals of before say nothing about the next plan.
+            self._refusal, self.excluded = None, set(self.crashed)
         if self.ends_call is not None and self.ends_call(token_id) and self._complete() is None:
             return [Deliver((token_id,), paused=True), *self._pause(now)]
         return [Deliver((token_id,))]

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.core.records import CacheChange, Role, cache_key
+from headrace.core.step_shape import NUM_FEATURES
 from headrace.ids import counting_ids
 from kvtransfer.core.identity import block_hashes, namespace_id, request_root
 from router.core.decision import Decision, Fetch, PlanKind, RouteAsk
@@ -258,7 +259,9 @@ def test_a_request_is_explained_while_it_runs_and_after_it_to_its_own_tenant() -
     run(main())
 
 
-def test_a_burst_of_siblings_computes_its_prefix_once_or_twice_and_all_are_answered() -> None:
+def test_a_burst_of_siblings_computes_its_prefix_at_most_once_a_worker_and_all_are_answered() -> None:
+    """Steps here cost the same whatever is in them, so that a prefix is cheap; where it is dear, see bench.simulate."""
+
     async def main() -> None:
         rng = random.Random(4)
         async with world(C, C, C, C, step_s=0.005, num_blocks=512) as w:
@@ -268,7 +271,7 @@ def test_a_burst_of_siblings_computes_its_prefix_once_or_twice_and_all_are_answe
             burst = await asyncio.gather(
                 *(ask(w, [*PROMPT[:160], *rng.choices(range(3, 260), k=9)]) for _ in range(64))
             )
-            assert sum(cached < 160 for _, cached in burst) <= 2
+            assert sum(cached < 160 for _, cached in burst) <= 4, [c for _, c in burst]
             await w.assert_drained()
 
     run(main())
@@ -287,5 +290,17 @@ def test_who_waits_for_a_prefix_that_never_comes_computes_it() -> None:
             first.cancel()
             await asyncio.gather(*others)
             await w.assert_drained()
+
+    run(main())
+
+
+def test_workers_tell_what_their_steps_cost() -> None:
+    """Without it the router would reckon with a machine that is nobody's."""
+
+    async def main() -> None:
+        async with world(P, D, step_s=0.002) as w:
+            for _ in range(14):
+                await ask(w, PROMPT, no_cache=True)
+            await until(lambda: all(len(load.step_costs) == NUM_FEATURES for _, _, load in w.gateway.fleet.loads()))
 
     run(main())

@@ -338,3 +338,17 @@ def test_an_ask_names_what_is_there_and_what_may_still_come() -> None:
     f.token(p, 0, 11, 1.5)
     ask = f.ask()
     assert (ask.num_tokens, ask.max_tokens, ask.expected_output_tokens, ask.most_tokens) == (4, 7, 5, 11)
+
+
+def test_a_refusal_of_before_says_nothing_once_another_worker_has_answered() -> None:
+    f = flight()
+    c1 = view("c1", Role.COLOCATED)
+    [submit] = f.place(router(C0), 1.0)
+    f.failed(submit.leg, HeadraceError(Code.RESOURCE_EXHAUSTED, "queue full"), "queue_full", 1.1)
+    [submit] = f.place(router(C0, c1), 1.2)
+    assert submit.leg.worker == c1.key
+    f.token(submit.leg, 0, 11, 2.0)
+    assert f.lost(c1.key, dead=True, now=3.0) == [] and f.place(router(), 3.1) == []
+    assert f.state is FlightState.QUEUED
+    [submit] = f.place(router(C0, c1), 3.2)
+    assert submit.leg.worker == C0.key

@@ -192,6 +192,7 @@ class Scheduler(Selection):
             decode_context=self._batch.context_tokens(),
             expected_output_tokens=self._batch.expected_tokens(),
             eviction_ms_per_block=self._pool.idle.next_ms(),
+            step_costs=self._predictor.coefficients if self._predictor is not None and self._predictor.ready else (),
             restore_block_s=self._settings.host_copy_block_s,
             closed="" if self.admission.closed is None else self.admission.closed.reason,
         )
