@@ -220,6 +220,7 @@ def test_a_second_gateway_knows_what_the_first_ones_requests_have_cached() -> No
         async with world(P, P, D) as w:
             text = text_model()
             settings = {"max_model_len": 1024, "liveness_s": 2.0, "cluster_token": TOKEN, "gateway_id": "gateway-1"}
+            settings["routing_policy"] = "prefix_only"
             second = Gateway(gateway_spec(**settings), text, ids=counting_ids())
             first, w.gateway = w.gateway, second
             try:
