@@ -106,7 +106,7 @@ def print_cache(answer: admin_pb2.StatusResponse) -> None:
     for column in ("worker", "tier", "cached", "in use", "free", "of", "size"):
         tiers.add_column(column, no_wrap=True, justify="left" if column in ("worker", "tier") else "right")
     saved = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "lookups", "hit tokens", "of them in part blocks", "saved", "evictions", "given up"):
+    for column in ("worker", "lookups", "hit tokens", "by copy", "saved", "evicted", "lost"):
         saved.add_column(column, no_wrap=True, justify="left" if column == "worker" else "right")
     for view in answer.workers:
         if not view.HasField("status"):
