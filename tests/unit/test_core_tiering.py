@@ -10,7 +10,9 @@ from random import Random
 
 import pytest
 
+from headrace.core.records import FinishReason
 from tests.core_world import World, linear_predictor, make_settings
+from workers.core.request import Keep
 from workers.core.tier_actions import Forget, Offload, Outcome, Promote, Spill
 
 HOST, DISK = 32, 64
@@ -288,3 +290,29 @@ def test_blocks_that_a_step_brings_are_not_complete_before_it_is_over() -> None:
     assert request.computed_tokens > 0 == w.scheduler.complete_tokens(request)  # a reader would read too early
     w.apply(plan)
     assert w.scheduler.complete_tokens(request) == request.computed_tokens == 33
+
+
+def test_host_blocks_that_a_step_has_to_write_are_nobodys_before_it_is_over() -> None:
+    """A paused request ends while the step that copies its blocks down is on its way."""
+    w = world(num_blocks=8, host_blocks=16, disk_blocks=0)
+    w.submit(prefix(9), max_tokens=1)
+    w.run()
+    paused = w.submit(9, max_tokens=20, no_cache=True)
+    w.step()
+    w.step()
+    assert w.scheduler.pause(paused.key, Keep.OFFLOAD, w.now)
+    plan = w.schedule()
+    assert plan is not None and plan.swap_out
+    assert w.scheduler.finish(paused.key, FinishReason.CANCELLED, w.now)
+    offloads = w.tiering.offloads(100)
+    assert offloads and not {o.host_block for o in offloads} & {target for _, target in plan.swap_out}
+    for offload in offloads:
+        w.end_copy(offload)
+    w.scheduler.check_integrity()
+    w.apply(plan)
+    w.forget_device()
+    request = w.submit(prefix(9), max_tokens=3)
+    w.run()
+    w.assert_output_as_alone(request)
+    assert w.tiering.tiers.counters["restores"] > 0
+    w.assert_drained()

@@ -153,12 +153,16 @@ class Holdings:
 
     def _host_copies(self) -> list[HostCopy]:
         """Everything that holds host blocks."""
-        returning = [] if self._flight is None else self._flight.swapped_in
+        returning = [] if self._flight is None else self._flight.host_copies
         return [*returning, *(r.host for r in self.requests.values() if r.host is not None)]
 
     def _drop_copy(self, request: Request) -> None:
         copy, request.host = request.host, None
-        if copy is not None:
+        if copy is None:
+            return
+        if self._flight is not None and self._flight.plan.swap_out:
+            self._flight.host_copies.append(copy)  # the step may still have to write it
+        else:
             self._host.give_back(copy)
 
     def _spare_blocks(self) -> int:

@@ -178,8 +178,8 @@ class Flight:
     shape: StepShape
     predicted_s: float
     """0: no prediction."""
-    swapped_in: list[HostCopy] = field(default_factory=list)
-    """Host blocks that are free when the step is over."""
+    host_copies: list[HostCopy] = field(default_factory=list)
+    """Host blocks that it reads or writes for nobody's further use; they are free when the step is over."""
     landing: dict[RequestKey, int] = field(default_factory=dict)
     """Requests whose blocks from the host are there when the step is over, and the tokens that they have until then."""
     restored: list[Copy] = field(default_factory=list)

@@ -128,7 +128,7 @@ class Scheduler(Selection):
         self._batch.thaw()
         if plan.memory:
             self._memory_changed(plan.memory)
-        for copy in flight.swapped_in:
+        for copy in flight.host_copies:
             self._host.give_back(copy)
         self.tiering.restored(flight.restored)
         self._residency.copied(flight.copied)
