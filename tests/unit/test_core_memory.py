@@ -245,3 +245,29 @@ def test_who_is_too_large_for_what_is_in_use_is_told_to_come_again_and_is_then_l
     world.run()
     world.assert_output_as_alone(large)
     world.assert_drained()
+
+
+def test_blocks_that_a_step_takes_back_into_use_are_nobodys_before_it_is_over() -> None:
+    """Their pages are touched while it runs: a pull or a copy that got one meanwhile would be written over."""
+    world = World(make_settings(host_blocks=16), num_blocks=32)
+    world.scheduler.resize(24, 16)
+    world.step()
+    running = world.submit(12, max_tokens=8)
+    while running.state is not State.DECODING:
+        world.step()
+    world.scheduler.resize(0)
+    adopted = world.adopt(22, max_tokens=2)
+    plan = world.schedule()
+    assert plan is not None and len(plan.memory.restored) == 24 and len(plan.memory.host_restored) == 16
+    assert world.scheduler.reserve_adoptions(world.now) == []
+    assert world.scheduler.free_host_blocks == 0
+    assert world.scheduler.host_blocks.take_one() is None
+    world.apply(plan)
+    assert world.scheduler.reserve_adoptions(world.now) == [adopted.key]
+    assert world.scheduler.free_host_blocks == 16
+    world.pull(adopted)
+    world.activate(adopted)
+    world.run()
+    for request in (running, adopted):
+        world.assert_output_as_alone(request)
+    world.assert_drained()
