@@ -11,9 +11,11 @@ from random import Random
 import pytest
 
 from headrace.core.records import FinishReason
-from tests.core_world import World, linear_predictor, make_settings
+from kvtransfer.core.identity import block_hashes
+from tests.core_world import ROOT, World, chain, linear_predictor, make_settings
+from workers.core.packing import Packing
 from workers.core.request import Keep
-from workers.core.tier_actions import Forget, Offload, Outcome, Promote, Spill
+from workers.core.tier_actions import Block, Forget, Offload, Outcome, Promote, Spill, tenant_tag
 
 HOST, DISK = 32, 64
 
@@ -316,3 +318,49 @@ def test_host_blocks_that_a_step_has_to_write_are_nobodys_before_it_is_over() ->
     w.assert_output_as_alone(request)
     assert w.tiering.tiers.counters["restores"] > 0
     w.assert_drained()
+
+
+def written_in_host(w: Tiered, tokens: list[int], indices: range) -> None:
+    """The host has these blocks of the prefix, and all of them are being written to disk."""
+    hashes = block_hashes(ROOT, tokens, 4)
+    for i in indices:
+        offload = w.tiering.tiers.offload(Block(hashes[i], hashes[i - 1], tenant_tag(""), 1.0), 0)
+        assert offload is not None
+        w.runner.host[offload.host_block] = chain(tokens)[4 * i : 4 * i + 4]
+        w.tiering.offloaded(offload.ticket)
+    assert len(w.tiering.writes(len(indices), w.now)) == len(indices)
+    assert w.tiering.tiers.host_cached == 0
+
+
+def test_blocks_that_are_being_written_to_disk_come_back_like_others() -> None:
+    """The device has the first block and one that shares two tokens with the second: copied from, it came over the
+    whole block from the host."""
+    w = world(num_blocks=24, host_blocks=16, disk_blocks=16)
+    w.submit([*prefix(6), 1, 2, 3], max_tokens=1)
+    w.run()
+    hashes = block_hashes(ROOT, prefix(17), 4)
+    w.files[hashes[3]] = chain(prefix(17))[12:16]
+    w.tiering.found(Block(hashes[3], hashes[2], tenant_tag(""), 1.0))
+    written_in_host(w, prefix(17), range(1, 3))
+    request = w.submit(prefix(17), max_tokens=3)
+    assert request.known_cached == 16
+    plan = w.schedule()
+    assert plan is not None and len(plan.swap_in) == 2 and not plan.copies
+    w.apply(plan)
+    w.run()
+    w.assert_output_as_alone(request)
+
+
+def test_no_block_of_the_host_is_restored_where_a_copy_is_planned() -> None:
+    w = world(num_blocks=24)
+    written_in_host(w, prefix(17), range(1, 3))
+    request = w.make(prefix(17))
+    request.block_ids = [3, 4, 5, 6, 7]
+    request.computed_tokens = 6
+    packing = Packing(0, w.settings, None, 0)
+    packing.plan.copies = [(9, 4)]
+    w.scheduler._restore(packing, request)
+    assert (packing.plan.swap_in, request.computed_tokens) == ([], 6)
+    packing.plan.copies = []
+    w.scheduler._restore(packing, request)
+    assert ([block for _, block in packing.plan.swap_in], request.computed_tokens) == ([4, 5], 12)

@@ -288,17 +288,18 @@ class Suspension(Roster):
 
     def _restorable(self, request: Request) -> bool:
         """The host tier has what comes behind the blocks that the device has."""
-        if not self.tiering.tiers.host_cached:
+        if not self._host.num_blocks:
             return False
         chain = self._residency.chain(request)
         return self.tiering.host_run(chain, len(self._cache.match(chain))) > 0
 
     def _restore(self, packing: Packing, request: Request) -> None:
-        """What the host tier has of the blocks that the request computes next is copied from there before it does."""
+        """What the host tier has of the blocks that the request computes next is copied from there before it does;
+        nothing where the step copies a part of the first one from another block, which would come over it."""
         chain, size = self._residency.chain(request), self._settings.block_size
         start = request.computed_tokens // size
         count = self.tiering.host_run(chain, start)
-        if not count:
+        if not count or any(target == request.block_ids[start] for _, target in packing.plan.copies):
             return
         copies = self.tiering.restore(chain[start : start + count])
         packing.plan.swap_in += [

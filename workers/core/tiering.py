@@ -153,8 +153,7 @@ class Tiering:
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Tokens of the chain that need not be computed, by what all tiers have now."""
         device = len(self._cache.match(hashes))
-        below = self.tiers.run(hashes, device) if self.tiers.host_cached or self.tiers.disk_cached else 0
-        return (device + below) * self._pool.block_size
+        return (device + self.tiers.run(hashes, device)) * self._pool.block_size
 
     def is_coming(self, hashes: Sequence[bytes], index: int) -> bool:
         """The block at `index` of the chain is being read from disk."""
