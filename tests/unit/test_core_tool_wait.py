@@ -113,6 +113,46 @@ def test_blocks_of_a_paused_request_let_others_in(adopted: bool, host_blocks: in
     world.assert_drained()
 
 
+@pytest.mark.parametrize("adopted", [False, True])
+def test_paused_requests_that_share_their_blocks_give_them_up_together(adopted: bool) -> None:
+    world = World(num_blocks=40)
+    stem = [7_000_000 + i for i in range(100)]
+    paused = []
+    for last in range(4):
+        paused.append(world.submit([*stem, last], max_tokens=30))
+        world.step()
+        world.step()
+    for request in paused:
+        assert world.scheduler.pause(request.key, Keep.KEEP, world.now)
+    other = world.adopt(110, max_tokens=8) if adopted else world.submit(110, max_tokens=8)
+    world.step()
+    if adopted:
+        assert other.state is State.TRANSFERRING
+        world.pull(other)
+        world.activate(other)
+    world.run()
+    assert other.state is State.FINISHED
+    for request in paused:
+        answered(world, request, [1, 2])
+    world.run()
+    world.assert_drained()
+
+
+def test_blocks_that_somebody_else_uses_too_are_not_taken_in_vain() -> None:
+    world = World(num_blocks=40)
+    stem = [7_000_000 + i for i in range(100)]
+    requests = []
+    for last in range(3):
+        requests.append(world.submit([*stem, last], max_tokens=30))
+        world.step()
+        world.step()
+    for request in requests[1:]:
+        assert world.scheduler.pause(request.key, Keep.KEEP, world.now)
+    world.submit(110, max_tokens=8)
+    world.step()
+    assert all(request.block_ids for request in requests)
+
+
 def test_a_higher_class_takes_a_row_beside_a_paused_request() -> None:
     """Old fault: the paused request was chosen for a row, which it does not have, and the engine ended."""
     world = World(make_settings(policy="slo_fair", max_num_seqs=2))

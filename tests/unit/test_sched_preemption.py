@@ -51,6 +51,23 @@ def test_a_higher_class_takes_the_blocks_of_a_lower_one() -> None:
     world.assert_drained()
 
 
+def test_a_higher_class_takes_the_blocks_that_lower_ones_share() -> None:
+    world = World(make_settings(**EASY), num_blocks=14)
+    stem = [7_000_000 + i for i in range(32)]
+    low = []
+    for last in range(2):
+        low.append(world.submit([*stem, last], max_tokens=9, priority=1))
+        world.step()
+        world.step()
+    high = world.submit(40, max_tokens=3)
+    world.step()
+    assert ([r.state for r in low], high.state) == ([State.PREEMPTED] * 2, State.DECODING)
+    world.run()
+    for request in (*low, high):
+        world.assert_output_as_alone(request)
+    world.assert_drained()
+
+
 @pytest.mark.parametrize("scarce", [{"max_num_seqs": 1}, {}])
 @pytest.mark.parametrize("priority", [0, 1])
 def test_nobody_is_preempted_for_a_waiter_of_its_own_class_or_a_lower_one(

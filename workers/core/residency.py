@@ -8,7 +8,8 @@ Does not: choose who gets blocks (the scheduler does) or move bytes: copies are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
@@ -180,6 +181,22 @@ class Residency:
         request.block_ids = []
         request.stored_blocks = 0
         request.computed_tokens = 0
+
+    def freed_by(self, holders: Iterable[Request]) -> Iterator[int]:
+        """How many blocks nobody uses any more once the first holder has given its own up, the first two, and so on.
+
+        A block that they share is freed by the last of them, if nobody else has it. O(blocks).
+        """
+        shared: Counter[int] = Counter()
+        freed = 0
+        for holder in holders:
+            for block in holder.block_ids:
+                refs = self._pool.refs(block)
+                if refs > 1:
+                    shared[block] += 1
+                    refs -= shared[block] - 1
+                freed += refs == 1
+            yield freed
 
     def _lacking(self, request: Request, matched: Sequence[int], spare_blocks: int, source: int = -1) -> int:
         need = self._pool.blocks_for(admission_tokens(request)) - len(matched)

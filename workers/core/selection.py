@@ -136,11 +136,7 @@ class Selection(Shedding):
 
     def _enough(self, holders: list[Request], num_blocks: int) -> bool:
         """The holders have so many blocks that nobody else uses."""
-        for holder in holders:
-            num_blocks -= sum(1 for block in holder.block_ids if self._pool.refs(block) == 1)
-            if num_blocks <= 0:
-                return True
-        return False
+        return any(freed >= num_blocks for freed in self._residency.freed_by(holders))
 
     def _gain_ms(self, victim: Request, request: Request, now: float) -> float:
         """What the request is ahead of the victim by: class, and the time that each has waited."""

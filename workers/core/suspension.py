@@ -104,11 +104,8 @@ class Suspension(Roster):
         lacking = self._residency.lacking(wanted_by, self._spare_blocks())
         idle = [r for r in self._queues.paused.values() if r.block_ids and r.priority >= wanted_by.priority]
         idle.sort(key=lambda r: (-len(r.block_ids), r.arrival))
-        freed, chosen = 0, 0
-        while freed < lacking and chosen < len(idle):
-            freed += sum(1 for block in idle[chosen].block_ids if self._pool.refs(block) == 1)
-            chosen += 1
-        return idle[:chosen] if freed >= lacking else []
+        enough = (n for n, freed in enumerate(self._residency.freed_by(idle), 1) if freed >= lacking)
+        return idle[: next(enough, 0)] if lacking else []
 
     def _pause_wanted(self, now: float) -> None:
         wanted, self._to_pause = self._to_pause, []
