@@ -364,3 +364,28 @@ def test_no_block_of_the_host_is_restored_where_a_copy_is_planned() -> None:
     packing.plan.copies = []
     w.scheduler._restore(packing, request)
     assert ([block for _, block in packing.plan.swap_in], request.computed_tokens) == ([4, 5], 12)
+
+
+def test_blocks_are_copied_as_they_come_near_their_turn_although_nobody_leaves_any() -> None:
+    w = world(num_blocks=70, host_blocks=64, disk_blocks=0)
+    w.submit(prefix(81), max_tokens=1)
+    w.run()
+    w.submit(20, max_tokens=255)
+    w.step()
+    assert w.copy_down() == 0
+    for _ in range(245):
+        w.step()
+        w.copy_down()
+    assert w.pool.evictions > 10
+    assert w.tiering.tiers.counters["offloads"] >= w.pool.evictions
+
+
+def test_a_look_that_found_no_room_in_the_host_is_made_again() -> None:
+    w = world(num_blocks=8, host_blocks=8)
+    w.submit(prefix(25), max_tokens=1)
+    w.run()
+    copy = w.scheduler._host.take(w.make(1), 8, 1)
+    assert copy is not None
+    assert w.copy_down() == 0
+    w.scheduler._host.give_back(copy)
+    assert w.copy_down() > 0

@@ -57,8 +57,8 @@ class Tiering:
         self._pace = pace
         self._ahead = min(_MAX_AHEAD, pool.num_blocks, host.num_blocks // 2)
         """So that half of the host has what the device has no more."""
-        self._all_copied_at = -1
-        """Turn of the idle blocks at which a look ahead found nothing to copy."""
+        self._all_copied = (-1, 0)
+        """Turn of the idle blocks at which a look ahead found nothing to copy, and how many were behind what it saw."""
         self._reads: deque[Promote] = deque()
         self._num_reading = 0
         self._read_block_s = 0.0
@@ -79,9 +79,12 @@ class Tiering:
     def offloads(self, most: int) -> list[Offload]:
         """Copies to make now, of blocks that the device will evict next."""
         ahead = self._ahead - self._pool.free_blocks
-        turn = self._pool.idle.turns
-        if ahead <= 0 or turn == self._all_copied_at or not self._pays(self._settings.host_copy_block_s):
+        if ahead <= 0 or not self._pays(self._settings.host_copy_block_s):
             return []
+        turn, behind = self._pool.idle.turns, max(0, self._pool.evictable_blocks - ahead)
+        copied_at, copied_behind = self._all_copied
+        if turn == copied_at and behind >= copied_behind:
+            return []  # idle blocks may have gone since, but none has come near its turn
         actions: list[Offload] = []
         for device_block in self._pool.idle.coming(ahead):
             block_hash, parent, tenant = self._cache.content(device_block)
@@ -90,12 +93,12 @@ class Tiering:
             block = Block(block_hash, parent, self._tag(tenant), self._pool.idle.saved_ms(device_block))
             action = self.tiers.offload(block, device_block)
             if action is None:
-                break
+                return actions  # no room: the look is not over
             actions.append(action)
             if len(actions) == most:
                 break
         if not actions:
-            self._all_copied_at = turn
+            self._all_copied = (turn, behind)
         return actions
 
     def offloaded(self, ticket: int) -> None:
