@@ -103,6 +103,34 @@ def test_a_block_whose_predecessor_is_idle_but_for_followers_in_use_takes_them_o
     assert pool.free_blocks == 2
 
 
+def test_a_head_takes_any_number_of_followers_with_it_each_before_its_predecessor() -> None:
+    pool, cache = make(5000)
+    (head,) = pool.alloc(1) or []
+    cache.insert(name(1), head)
+    followers = pool.alloc(4999) or []
+    hashes = [name(1), *(i.to_bytes(4, "big").ljust(16, b".") for i in range(4999))]
+    for i, block in enumerate(followers):
+        # Every second one begins a branch of one block, the others go on.
+        cache.insert(hashes[i + 1], block, hashes[i - i % 2], i // 2 + 1)
+    cache.check_integrity()
+    left: list[bytes] = []
+
+    class Below:
+        def left(self, block_hash: bytes) -> None:
+            left.append(block_hash)
+
+    cache.below = Below()
+    pool.decref([head])
+    assert pool.alloc(1) == [head]
+    place = {block_hash: i for i, block_hash in enumerate(left)}
+    assert left[-1] == name(1) and len(left) == 5000
+    assert all(place[hashes[i + 1]] < place[hashes[i - i % 2]] for i in range(4999))
+    assert not any(hash_ in cache for hash_ in hashes) and not len(cache.log)
+    cache.check_integrity()
+    pool.decref(followers)
+    assert pool.free_blocks == 4999
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_used_blocks_are_never_evicted_and_what_is_cached_can_be_hit(seed: int) -> None:
     rng = Random(seed)

@@ -18,7 +18,7 @@ Does not: know hashes or tokens, or hold references.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
 from headrace.errors import InvariantError
@@ -45,7 +45,8 @@ class IdleBlocks:
         """In which each idle block was left; 0: not idle."""
         self._worth = [0.0] * num_blocks
         self._parent = [-1] * num_blocks
-        self._kids = [0] * num_blocks
+        self._kids: dict[int, set[int]] = {}
+        """Block -> those right below it; without an entry: a leaf."""
         self._hits = [0] * num_blocks
         self._depth = [0] * num_blocks
         self._saved_ms = [0.0] * num_blocks
@@ -87,7 +88,7 @@ class IdleBlocks:
         self._parent[block] = parent
         if parent >= 0:
             self._depth[block] = self._depth[parent] + 1
-            self._kids[parent] += 1
+            self._kids.setdefault(parent, set()).add(block)
         else:
             self._depth[block] = 0
 
@@ -100,9 +101,12 @@ class IdleBlocks:
         parent = self._parent[block]
         if parent >= 0:
             self._parent[block] = -1
-            self._kids[parent] -= 1
-            if not self._kids[parent] and self._turn[parent]:
-                self._push(parent)
+            kids = self._kids[parent]
+            kids.remove(block)
+            if not kids:
+                del self._kids[parent]
+                if self._turn[parent]:
+                    self._push(parent)
 
     def hit(self, block: int) -> None:
         """A request shares it."""
@@ -111,8 +115,9 @@ class IdleBlocks:
     def saved_ms(self, block: int) -> float:
         return self._saved_ms[block]
 
-    def num_kids(self, block: int) -> int:
-        return self._kids[block]
+    def kids(self, block: int) -> Collection[int]:
+        """Blocks right below it. Valid until the forest changes."""
+        return self._kids.get(block, ())
 
     # ---- idle ones
 
@@ -127,7 +132,7 @@ class IdleBlocks:
             count = self._num_idle[tenant] = self._num_idle.get(tenant, 0) + 1
             if count > self.quota:
                 self._over[tenant] = None
-        if not self._kids[block]:
+        if block not in self._kids:
             self._push(block)
 
     def remove(self, block: int) -> None:
@@ -167,7 +172,7 @@ class IdleBlocks:
 
         O(leaves) for the first, O(log leaves) for each other. Nothing may change meanwhile.
         """
-        heap = list({entry for entry in self._leaves if self._turn[entry[2]] == entry[1] and not self._kids[entry[2]]})
+        heap = list({e for e in self._leaves if self._turn[e[2]] == e[1] and e[2] not in self._kids})
         heapify(heap)
         kids: dict[int, int] = {}
         while heap and most > 0:
@@ -176,7 +181,7 @@ class IdleBlocks:
             most -= 1
             parent = self._parent[block]
             if parent >= 0:
-                kids[parent] = kids.get(parent, self._kids[parent]) - 1
+                kids[parent] = kids.get(parent, len(self._kids[parent])) - 1
                 if not kids[parent] and self._turn[parent]:
                     heappush(heap, (self._worth[parent], self._turn[parent], parent))
 
@@ -194,9 +199,13 @@ class IdleBlocks:
 
     def check_integrity(self, parents: Mapping[int, int]) -> None:
         """Raises InvariantError unless `parents` (labelled block -> parent or -1) is this forest, and counts agree."""
-        kids, idle = Counter(parent for parent in parents.values() if parent >= 0), set(self)
+        kids: dict[int, set[int]] = {}
+        for block, parent in parents.items():
+            if parent >= 0:
+                kids.setdefault(parent, set()).add(block)
+        idle = set(self)
         for block in range(len(self._parent)):
-            if self._parent[block] != parents.get(block, -1) or self._kids[block] != kids[block]:
+            if self._parent[block] != parents.get(block, -1) or self._kids.get(block) != kids.get(block):
                 raise InvariantError(f"block {block} has another place than its content")
         if not kids.keys() <= parents.keys() or not idle <= parents.keys():
             raise InvariantError("a block has followers, or is kept, without a label")
@@ -205,7 +214,7 @@ class IdleBlocks:
             raise InvariantError("the counts of idle blocks are wrong")
         if set(self._over) != {tenant for tenant, count in counts.items() if count > self.quota}:
             raise InvariantError("a tenant over its quota is not noted, or one within it is")
-        if not {block for block in idle if not self._kids[block]} <= {
+        if not {block for block in idle if block not in self._kids} <= {
             b for _, turn, b in self._leaves if self._turn[b] == turn
         }:
             raise InvariantError("an idle leaf is no candidate for eviction")
@@ -216,7 +225,7 @@ class IdleBlocks:
         """The block of the first valid entry, -1 without one."""
         while heap:
             _, turn, block = heap[0]
-            if self._turn[block] == turn and not self._kids[block]:
+            if self._turn[block] == turn and block not in self._kids:
                 return block
             heappop(heap)
         return -1
@@ -231,5 +240,5 @@ class IdleBlocks:
     def _push_on(self, heap: list[_Entry], entry: _Entry, num_idle: int) -> None:
         heappush(heap, entry)
         if len(heap) > 2 * num_idle + 64:
-            heap[:] = {kept for kept in heap if self._turn[kept[2]] == kept[1] and not self._kids[kept[2]]}
+            heap[:] = {kept for kept in heap if self._turn[kept[2]] == kept[1] and kept[2] not in self._kids}
             heapify(heap)

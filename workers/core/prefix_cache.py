@@ -208,9 +208,9 @@ class PrefixCache:
         for other in shorter:
             self._drop(other)
 
-    def _forget(self, block: int) -> bytes:
-        """Takes a block out of all but the pool. Returns its label."""
-        label = self._pool.label_of(block) or _PARTIAL
+    def _forget(self, block: int) -> None:
+        """Takes a block that nothing is below any more out of all but the pool."""
+        label = self._pool.label_of(block)
         self._tenants[self._tenant[block]] -= 1
         tokens = self._tokens[block]
         if tokens:
@@ -223,29 +223,27 @@ class PrefixCache:
             del self._block_of[label]
             if self.below is not None:
                 self.below.left(label)
+            self.log.key_removed(self._key[block])
         self._idle.unlink(block, self._key[block] if label else None)
-        return label
 
     def _drop(self, block: int) -> None:
         """And what is below."""
-        label = self._forget(block)
+        self._drop_below(block)
+        self._forget(block)
         self._pool.unlabel(block)
-        if label:
-            self._drop_below(block, label)
-            self.log.key_removed(self._key[block])
 
-    def _drop_below(self, block: int, block_hash: bytes) -> None:
-        if self._idle.num_kids(block):
-            # Rare: a request computed for itself what was here already, and went on below it.
-            for below in [b for b in self._labelled() if self._parent[b] == block_hash]:
-                self._drop(below)
+    def _drop_below(self, block: int) -> None:
+        """Tails before heads. Rare: a request computed for itself what was here already, and went on below it."""
+        below = [*self._idle.kids(block)]
+        for follower in below:
+            below += self._idle.kids(follower)  # the walk goes on over them
+        for follower in reversed(below):
+            self._forget(follower)
+            self._pool.unlabel(follower)
 
     def _evicted(self, block: int) -> None:
-        label = self._forget(block)
-        if not label:
-            return
-        self._drop_below(block, label)
-        self.log.key_removed(self._key[block])
+        self._drop_below(block)
+        self._forget(block)
 
 
 def _common(known: Sequence[int], tokens: Sequence[int]) -> int:
