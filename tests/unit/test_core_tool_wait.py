@@ -311,6 +311,29 @@ def test_memory_that_a_paused_request_does_not_keep_is_not_reserved() -> None:
     world.assert_drained()
 
 
+@pytest.mark.parametrize("host_blocks", [0, 8])
+@pytest.mark.parametrize("adopted", [False, True])
+def test_memory_that_others_take_from_a_paused_request_is_reserved_for_them_alone(
+    adopted: bool, host_blocks: int
+) -> None:
+    world = World(make_settings(host_blocks=host_blocks), num_blocks=8)
+    paused = world.submit(17, max_tokens=12)
+    world.step()
+    world.step()
+    reserved = world.scheduler.admission.reserved_kv_tokens
+    world.scheduler.pause(paused.key, Keep.KEEP, world.now)
+    other = world.adopt(15, max_tokens=8) if adopted else world.submit(15, max_tokens=8)
+    theirs = world.scheduler.admission.reserved_kv_tokens - reserved
+    world.step()
+    assert paused.block_ids == []
+    assert world.scheduler.admission.reserved_kv_tokens == theirs
+    world.scheduler.finish(other.key, FinishReason.CANCELLED, world.now)
+    answered(world, paused, [1, 2])
+    assert world.scheduler.admission.reserved_kv_tokens == reserved + 2
+    world.run()
+    world.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("kind", ["submit", "adopt"])
 def test_a_request_with_answers_of_earlier_attempts_is_as_it_was(kind: str) -> None:
     world = World()

@@ -71,7 +71,7 @@ class Selection(Shedding):
         packing.plan.memory = memory
         self._pack_decodes(packing, now)
         self._pack_prefills(packing, now)
-        packing.plan.swap_out = self._take_swap_out()
+        packing.plan.swap_out = self._take_swap_out(now)
         return packing
 
     # ---- before packing

@@ -92,7 +92,7 @@ class Suspension(Roster):
             self._yield_fetched(head)
         for idle in [] if head is None else self._idle_holders(head):
             if self._pool.blocks_for(idle.computed_tokens) > self._host.available_blocks:
-                self._drop(idle)
+                self._drop_paused(idle, now)
             elif idle not in self._to_offload:
                 self._to_offload.append(idle)
         return super().reserve_adoptions(now)
@@ -187,7 +187,7 @@ class Suspension(Roster):
         if request.state is State.TOOL_WAIT:
             if request.traced:
                 self._journal.preempted(request, "vacated", None, now)
-            self._vacate(request)
+            self._vacate(request, now)
             return
         restore = self._preemption.restore(request, self._host.available_blocks, self._pause_s)
         if restore.way is Way.ROUTE:
@@ -212,10 +212,15 @@ class Suspension(Roster):
         self._residency.release(request)
         request.clock.enter(Stage.PREEMPTED, now)
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, now: float) -> None:
         """A paused request's blocks are needed: to the host where there is room, else dropped."""
         self._copy_out(request)
+        self._drop_paused(request, now)
+
+    def _drop_paused(self, request: Request, now: float) -> None:
+        """Nothing is reserved for it until it resumes."""
         self._drop(request)
+        self.admission.rebook(request.key, 0, now)
 
     def _drop(self, request: Request) -> None:
         if request in self._to_offload:
@@ -236,12 +241,12 @@ class Suspension(Roster):
         self.counters["swapped_out"] += 1
         return True
 
-    def _take_swap_out(self) -> list[tuple[int, int]]:
+    def _take_swap_out(self, now: float) -> list[tuple[int, int]]:
         """Copies for the step that is planned now; paused requests that are to be offloaded give their blocks up."""
         waiting, self._to_offload = self._to_offload, []
         for request in waiting:
             if request.state is State.TOOL_WAIT and request.block_ids:
-                self._vacate(request)
+                self._vacate(request, now)
         self._pressure *= _PRESSURE_FALL
         pairs, self._swap_out = self._swap_out, []
         return pairs
