@@ -228,6 +228,23 @@ def test_the_log_says_that_a_block_is_cached_as_long_as_any_tier_has_it() -> Non
     }
 
 
+def lost(w: Tiered) -> dict[str, int]:
+    """Blocks of each tier that are in no account."""
+    told = {a.name: a.capacity - a.cached - a.used - a.free for a in w.tiering.accounts()}
+    return {name: blocks for name, blocks in told.items() if blocks}
+
+
+def test_a_block_that_a_tier_has_lost_is_missing_in_its_account() -> None:
+    w = world(num_blocks=12)
+    hold_in_host(w)
+    assert len(w.tiering.writes(3, w.now)) == 3
+    assert lost(w) == {}
+    w.pool._free.pop()
+    w.scheduler.host_blocks.take_one()
+    w.tiering.tiers._writing.popitem()
+    assert lost(w) == {"device": 1, "host": 1, "disk": 1}
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_outputs_are_those_of_a_run_alone_whatever_moves_when(seed: int) -> None:
     rng = Random(seed)
@@ -260,6 +277,7 @@ def test_outputs_are_those_of_a_run_alone_whatever_moves_when(seed: int) -> None
             w.end_read(reads.pop(rng.randrange(len(reads))), rng.random(), outcome)
         if rng.random() < 0.02:
             w.tiering.clear(rng.choice([None, ""]))
+        assert lost(w) == {}
         if plan is not None:
             w.apply(plan)
     w.run()

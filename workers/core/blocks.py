@@ -54,6 +54,7 @@ class BlockPool:
         """The cached blocks. The prefix cache gives labelled blocks their place there."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._refs = [0] * num_blocks
+        self._num_used = 0
         self._labels: list[bytes | None] = [None] * num_blocks
         self._quarantined: dict[str, list[int]] = {}
         self._num_quarantined = 0
@@ -88,7 +89,7 @@ class BlockPool:
     @property
     def used_blocks(self) -> int:
         """Blocks with references (quarantined ones are counted apart)."""
-        return self.usable_blocks - self.available_blocks - self._num_quarantined
+        return self._num_used
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -111,6 +112,7 @@ class BlockPool:
             blocks.append(self._free.pop() if self._free else self._evict())
         for block in blocks:
             self._refs[block] = 1
+        self._num_used += n
         self.allocated += n
         return blocks
 
@@ -126,6 +128,7 @@ class BlockPool:
                 if block not in self.idle:
                     raise InvariantError(f"block {block}: a reference to a block that is neither used nor cached")
                 self.idle.remove(block)
+                self._num_used += 1
             self._refs[block] += 1
 
     def decref(self, blocks: Iterable[int]) -> None:
@@ -136,6 +139,7 @@ class BlockPool:
                 raise InvariantError(f"block {block}: more releases than references")
             self._refs[block] = refs
             if refs == 0:
+                self._num_used -= 1
                 if self._labels[block] is None:
                     self._free.append(block)
                 else:
@@ -162,6 +166,7 @@ class BlockPool:
             if self._refs[block] != 1 or self._labels[block] is not None:
                 raise InvariantError(f"block {block}: a read's target was shared or cached before the read was over")
             self._refs[block] = 0
+            self._num_used -= 1
         if blocks:
             self._quarantined.setdefault(holder, []).extend(blocks)
             self._num_quarantined += len(blocks)
@@ -215,8 +220,8 @@ class BlockPool:
         aside = [block for blocks in self._quarantined.values() for block in blocks]
         if sorted([*self._free, *self.idle, *used, *aside, *self._retired]) != list(range(self.num_blocks)):
             raise InvariantError("blocks are lost or in two states")
-        if self._num_quarantined != len(aside):
-            raise InvariantError("the count of quarantined blocks is wrong")
+        if (self._num_used, self._num_quarantined) != (len(used), len(aside)):
+            raise InvariantError("the count of used or of quarantined blocks is wrong")
         if any(self._labels[block] is None for block in self.idle):
             raise InvariantError("a cached block has no label")
         if any(self._labels[block] is not None for block in [*self._free, *aside, *self._retired]):

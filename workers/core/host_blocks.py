@@ -25,11 +25,17 @@ class HostBlocks:
         """Frees at least so many, at most `reclaimable()`; set by the tier."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken: set[int] = set()
+        self._num_in_copies = 0
         self._retired: list[int] = []
 
     @property
     def free_blocks(self) -> int:
         return len(self._free)
+
+    @property
+    def copy_blocks(self) -> int:
+        """Taken by the copies of preempted requests."""
+        return self._num_in_copies
 
     @property
     def retired_blocks(self) -> int:
@@ -48,6 +54,7 @@ class HostBlocks:
             self.reclaim(num_blocks - len(self._free))
         blocks = tuple(self._free.pop() for _ in range(num_blocks))
         self._taken.update(blocks)
+        self._num_in_copies += num_blocks
         return HostCopy(blocks, num_tokens, request.preemptions)
 
     def give_back(self, copy: HostCopy) -> None:
@@ -55,6 +62,7 @@ class HostBlocks:
         if not self._taken.issuperset(copy.blocks):
             raise InvariantError("host blocks are given back twice")
         self._taken.difference_update(copy.blocks)
+        self._num_in_copies -= len(copy.blocks)
         self._free.extend(copy.blocks)
 
     def take_one(self) -> int | None:
@@ -97,3 +105,5 @@ class HostBlocks:
         held = [*(block for copy in copies for block in copy.blocks), *in_tier]
         if sorted([*self._free, *self._retired, *held]) != list(range(self.num_blocks)) or set(held) != self._taken:
             raise InvariantError("host blocks are lost or in two states")
+        if self._num_in_copies != sum(len(copy.blocks) for copy in copies):
+            raise InvariantError("the count of blocks in copies is wrong")

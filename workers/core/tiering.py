@@ -198,16 +198,17 @@ class Tiering:
         self.tiers.clear(None if tenant is None else tenant_tag(tenant))
 
     def accounts(self) -> list[TierAccount]:
-        """Of the tiers that there are, the device first."""
+        """Of the tiers that there are, the device first. Every number is counted where its blocks are."""
         pool, host, tiers = self._pool, self._host, self.tiers
         aside = pool.used_blocks + pool.quarantined_blocks
         told = [TierAccount("device", pool.usable_blocks, pool.evictable_blocks, aside, pool.free_blocks)]
         if host.num_blocks:
-            cached, free, usable = tiers.host_cached, host.free_blocks, host.num_blocks - host.retired_blocks
-            told.append(TierAccount("host", usable, cached, usable - cached - free, free))
+            usable, used = host.num_blocks - host.retired_blocks, tiers.host_busy + host.copy_blocks
+            told.append(TierAccount("host", usable, tiers.host_cached, used, host.free_blocks))
         if tiers.disk_blocks:
-            cached, busy = tiers.disk_cached, tiers.disk_busy
-            told.append(TierAccount("disk", tiers.disk_blocks, cached, busy, tiers.disk_blocks - cached - busy))
+            told.append(
+                TierAccount("disk", tiers.disk_blocks, tiers.disk_cached, tiers.disk_busy, tiers.free_disk_blocks)
+            )
         return told
 
     def by_tenant(self) -> Counter[str]:

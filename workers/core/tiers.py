@@ -33,6 +33,8 @@ class Tiers(HostTier):
         self._disk: dict[bytes, Copy] = {}
         self._disk_order = TailFirst()
         self._disk_leaving: set[Copy] = set()
+        self._num_stored = 0
+        self._num_disk_free = disk_blocks
         self._unspilled: OrderedDict[bytes, None] = OrderedDict()
         """Held in the host, not on disk, and still to be looked at; the first one next."""
         self._forgets: list[Forget] = []
@@ -57,12 +59,16 @@ class Tiers(HostTier):
     @property
     def disk_cached(self) -> int:
         """Blocks that can be read."""
-        return len(self._disk) + len(self._disk_leaving) - len(self._writing)
+        return self._num_stored
 
     @property
     def disk_busy(self) -> int:
         """Blocks that are being written."""
         return len(self._writing)
+
+    @property
+    def free_disk_blocks(self) -> int:
+        return self._num_disk_free
 
     # ---- host -> disk
 
@@ -96,10 +102,12 @@ class Tiers(HostTier):
                 self._unspilled[held.block.hash] = None
         if stored.dropped:
             self._disk_leaving.discard(stored)
+            self._num_disk_free += 1
             self._forgets.append(Forget(stored.block.hash))
             return
         new = not self.has(stored.block.hash)
         stored.place = Place.STORED
+        self._num_stored += 1
         if new:
             self.on_kept(stored.block.hash)
 
@@ -147,11 +155,13 @@ class Tiers(HostTier):
         """A file of an earlier life; tell the most recently used ones last. It goes where there is no room for it."""
         if block.hash in self._disk:
             return
-        if self._cleared & {None, block.tag} or len(self._disk) + len(self._disk_leaving) >= self.disk_blocks:
+        if self._cleared & {None, block.tag} or not self._num_disk_free:
             self._forgets.append(Forget(block.hash))
             return
         new = not self.has(block.hash)
         self._disk[block.hash] = stored = Copy(block, Place.STORED)
+        self._num_disk_free -= 1
+        self._num_stored += 1
         self._disk_order.add(block.hash, block.parent, stored.worth)
         self._unspilled.pop(block.hash, None)
         self.by_tag[block.tag] += 1
@@ -169,7 +179,7 @@ class Tiers(HostTier):
             self._drop_disk(stored)
         self._forgets.clear()
         self._unspilled.clear()
-        self.disk_blocks = 0
+        self.disk_blocks = self._num_disk_free = 0
         self.scanned()
 
     # ---- dropping, checking
@@ -188,8 +198,12 @@ class Tiers(HostTier):
         self._check(self._disk, self._disk_order, self._disk_leaving)
         if self._num_busy != sum(copy.is_busy for copy in self._host.values()):
             raise InvariantError("the count of busy host blocks is wrong")
-        if len(self._disk) + len(self._disk_leaving) > self.disk_blocks:
-            raise InvariantError("the disk tier is over its bound")
+        stored = sum(copy.place is Place.STORED for copy in self._disk.values())
+        held = len(self._disk) + len(self._disk_leaving)
+        if (stored, held - stored) != (self._num_stored, len(self._writing)):
+            raise InvariantError("the count of stored blocks, or of those being written, is wrong")
+        if held + self._num_disk_free != self.disk_blocks or self._num_disk_free < 0:
+            raise InvariantError("the disk tier has lost room, or is over its bound")
         tags = Counter(copy.block.tag for copy in [*self._host.values(), *self._disk.values()])
         if self.by_tag != tags:
             raise InvariantError("the counts of tenants' blocks are wrong")
@@ -219,6 +233,8 @@ class Tiers(HostTier):
         if stored.is_busy:
             self._disk_leaving.add(stored)  # its file goes when it is written
         else:
+            self._num_stored -= 1
+            self._num_disk_free += 1
             self._forgets.append(Forget(block_hash))
         if had and not self.has(block_hash):
             self.on_gone(block_hash)
@@ -233,6 +249,7 @@ class Tiers(HostTier):
             if held.block.value_ms < least_value_ms or not self._room_on_disk():
                 continue
             self._disk[block_hash] = stored = Copy(held.block, Place.SPILLING, hits=held.hits)
+            self._num_disk_free -= 1
             self._disk_order.add(block_hash, held.block.parent, stored.worth)
             self.by_tag[held.block.tag] += 1
             self._pin(held)
@@ -242,7 +259,7 @@ class Tiers(HostTier):
         return None
 
     def _room_on_disk(self) -> bool:
-        if len(self._disk) + len(self._disk_leaving) < self.disk_blocks:
+        if self._num_disk_free:
             return True
         victim = self._disk_order.lowest(self._may_leave_disk)
         if victim is None:
