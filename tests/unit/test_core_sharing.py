@@ -1,10 +1,17 @@
 """What requests on one worker share: begun blocks by copy, and prefixes that another one computes just now."""
 
+from collections import OrderedDict
+from collections.abc import ValuesView
+
 import pytest
 
+from headrace.core.fairness import ServiceCounters
 from headrace.core.records import FinishReason
+from headrace.ids import RequestKey
 from tests.core_world import World, make_settings
-from workers.core.request import State
+from workers.core.policies import POLICIES, Pace, Policy
+from workers.core.request import Request, State
+from workers.core.waiting import WaitingLine
 
 B = 4
 
@@ -164,3 +171,62 @@ def test_nobody_follows_a_request_that_does_not_share() -> None:
     world.run()
     assert third.ledger.cached_tokens == 0
     world.assert_drained()
+
+
+def line_of(policy: str) -> tuple[WaitingLine, list[Request]]:
+    """A thousand requests with deadlines in a line of their own, in order of arrival."""
+    world, service = World(), ServiceCounters()
+    line, tenant = WaitingLine(Policy(make_settings(policy=policy), Pace(), service), service), service.enter("a")
+    requests = [world.make(4, deadline=1000.0 + i) for i in range(1000)]
+    for arrival, request in enumerate(requests):
+        request.arrival, request.tenant_index = arrival, tenant
+        line.add(request)
+    return line, requests
+
+
+def repark(line: WaitingLine, requests: list[Request]) -> None:
+    for request in requests:
+        line.park(request)
+    assert line.best(0.0) is None
+    for request in requests:
+        request.follows = False
+        line.unpark(request)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_is_parked_and_woken_many_times_costs_a_line_no_more_than_one_who_came_once(policy: str) -> None:
+    line, requests = line_of(policy)
+    for _ in range(20):
+        repark(line, requests)
+        held = [line._due, line._looks, *line._lines.values()]
+        assert max(map(len, held)) <= 2 * len(line) + 64
+    for request in requests:
+        best = line.best(0.0)
+        assert best is request
+        line.discard(best)
+    assert line.best(0.0) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_line_names_a_lost_request_once_however_often_it_is_parked(policy: str) -> None:
+    line, requests = line_of(policy)
+    repark(line, requests)
+    line.park(requests[1])
+    assert line.lost(1001.5, lambda _: 0) == requests[:2]
+    requests[1].follows = False
+    line.unpark(requests[1])
+    repark(line, requests)
+    assert line.lost(1001.6, lambda _: 0) == []
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "decode_first"])
+def test_the_first_who_may_start_is_found_without_a_walk_past_those_who_are_parked(policy: str) -> None:
+    class Unwalked(OrderedDict[RequestKey, Request]):
+        def values(self) -> ValuesView[Request]:
+            raise AssertionError("the line was walked")
+
+    line, requests = line_of(policy)
+    for request in requests[:-1]:
+        line.park(request)
+    line.requests = Unwalked(line.requests)
+    assert line.best(0.0) is requests[-1]

@@ -5,22 +5,23 @@ While requests wait, the linear part of their scores keeps its order, so each te
 the tenants that have received least, and of a heap by the instant at which a request must start to be in time. The
 choice costs O(log n), whoever else waits.
 
-Requests leave by changing state; what stays of them in a heap is dropped when it comes to the top. One that is parked
-keeps its place in the order of arrival, and its deadline, but is not chosen.
+An entry of a heap counts while it has its request's number; one of a request that has left, or is parked, is dropped
+when it comes to the top, or when such entries are most of the heap. A parked request keeps its place in the order of
+arrival, and its deadline, but is not chosen.
 Does not: know blocks or budgets, or decide how many may start.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count, takewhile
 
 from headrace.core.fairness import ServiceCounters
 from headrace.ids import RequestKey
 from workers.core.policies import Outlook, Policy
-from workers.core.request import Request, State
+from workers.core.request import Request
 
 _TENANTS = 8
 """Tenants whose heads are compared, those with the least service first."""
@@ -28,14 +29,6 @@ _Entry = tuple[float, int, int, Request]
 """(instant, arrival, number of the entry, request)."""
 _LineEntry = tuple[bool, float, int, int, Request]
 """Late ones last."""
-
-
-def _waits(request: Request) -> bool:
-    return request.state is State.WAITING
-
-
-def _may_start(request: Request) -> bool:
-    return request.state is State.WAITING and not request.follows
 
 
 class WaitingLine:
@@ -51,9 +44,12 @@ class WaitingLine:
         self._looks: list[_Entry] = []
         """Requests with a doubtful deadline, by when to look at them again."""
         self._numbers = count()
-        self._num_parked = 0
+        self._stays: dict[RequestKey, int] = {}
+        """Of each request here: the number of its entry in `_looks`."""
+        self._places: dict[RequestKey, int] = {}
+        """Of each that may be chosen: the number of its entries in its line and in `_due`."""
         self._entries = 0
-        """In all lines, those of requests that have left too."""
+        """In all lines, those that do not count too."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -65,15 +61,18 @@ class WaitingLine:
         for other in reversed(later):
             self.requests.move_to_end(other.key)
         self._enter(request)
+        number = self._stays[request.key] = self._places[request.key]
+        if request.deadline is not None:
+            heappush(self._looks, (self._policy.due_at(request), request.arrival, number, request))
+            self._compact(self._looks, self._stays)
 
     def park(self, request: Request) -> None:
         """Not to be chosen until `unpark`, or until it leaves."""
         request.follows = True
-        self._num_parked += 1
+        del self._places[request.key]
 
     def unpark(self, request: Request) -> None:
         """Back at its place; `follows` is False."""
-        self._num_parked -= 1
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
@@ -82,27 +81,35 @@ class WaitingLine:
         if line is None:
             line = self._lines[tenant] = []
             heappush(self._tenants, (self._service.counter(tenant) if self._policy.terms.debt else 0.0, tenant))
-        number = next(self._numbers)
-        heappush(line, (False, -self._policy.static_ms(request), request.arrival, number, request))
+        number = self._places[request.key] = next(self._numbers)
+        # Where the policy does not reorder, that of arrival is all.
+        key = -self._policy.static_ms(request) if self._policy.reorders else 0.0
+        heappush(line, (False, key, request.arrival, number, request))
         self._entries += 1
-        heappush(self._due, (self._policy.due_at(request), request.arrival, number, request))
-        self._compact()
+        if self._policy.terms.urgency:
+            heappush(self._due, (self._policy.due_at(request), request.arrival, number, request))
+            self._compact(self._due, self._places)
+        if self._entries > self._most_entries():
+            for line in self._lines.values():
+                line[:] = [entry for entry in line if self._places.get(entry[4].key) == entry[3]]
+                heapify(line)
+            self._entries = sum(map(len, self._lines.values()))
 
     def discard(self, request: Request) -> None:
-        self._num_parked -= request.follows
         del self.requests[request.key]
+        del self._stays[request.key]
+        self._places.pop(request.key, None)
 
     def first(self) -> Request | None:
         """Who came earliest."""
         return next(iter(self.requests.values()), None)
 
     def best(self, now: float) -> Request | None:
-        """Who starts next by the policy; None when nobody waits."""
-        first = self.first()
-        if first is None or self._num_parked == len(self.requests):
+        """Who starts next by the policy; None when nobody waits, or only parked ones do."""
+        if not self._places:
             return None
         if not self._policy.reorders:
-            return next(request for request in self.requests.values() if not request.follows)
+            return self._head(0)
         candidates = [head for tenant in self._least_served() if (head := self._head(tenant)) is not None]
         if self._policy.terms.urgency and (urgent := self._most_urgent(now)) is not None:
             candidates.append(urgent)
@@ -118,20 +125,19 @@ class WaitingLine:
         cached_tokens: what of a request need not be computed; asked for those that seem lost without.
         """
         lost: list[Request] = []
-        for heap in (self._due, self._looks):
-            while heap and heap[0][0] < now:
-                _, arrival, _, request = heappop(heap)
-                if not _waits(request) or request.deadline is None:
-                    continue
-                outlook = self._policy.outlook(request, now)
-                if outlook is Outlook.LOST:
-                    outlook = self._policy.outlook(request, now, cached_tokens(request))
-                if outlook is Outlook.LOST:
-                    lost.append(request)
-                elif request.deadline > now:
-                    # Looked at again when half of what is left has gone: at most a logarithm of times.
-                    look_at = now + max(0.01, (request.deadline - now) / 2)
-                    heappush(self._looks, (look_at, arrival, next(self._numbers), request))
+        while self._looks and self._looks[0][0] < now:
+            _, arrival, number, request = heappop(self._looks)
+            if self._stays.get(request.key) != number or request.deadline is None:
+                continue
+            outlook = self._policy.outlook(request, now)
+            if outlook is Outlook.LOST:
+                outlook = self._policy.outlook(request, now, cached_tokens(request))
+            if outlook is Outlook.LOST:
+                lost.append(request)
+            elif request.deadline > now:
+                # Looked at again when half of what is left has gone: at most a logarithm of times.
+                look_at = now + max(0.01, (request.deadline - now) / 2)
+                heappush(self._looks, (look_at, arrival, number, request))
         return lost
 
     def _least_served(self) -> list[int]:
@@ -156,33 +162,27 @@ class WaitingLine:
         line = self._lines.get(tenant, [])
         while line:
             is_late, key, arrival, number, request = line[0]
-            if not _may_start(request):
+            if self._places.get(request.key) != number:
                 heappop(line)
                 self._entries -= 1
-            elif request.late and not is_late:
+            elif request.late and not is_late and self._policy.reorders:
                 heapreplace(line, (True, key, arrival, number, request))
             else:
                 return request
         return None
 
     def _most_urgent(self, now: float) -> Request | None:
-        while self._due and not _may_start(self._due[0][3]):
-            entry = heappop(self._due)
-            if _waits(entry[3]):
-                heappush(self._looks, entry)  # parked: only its deadline counts now
-        if not self._due or not now <= self._due[0][0] < now + self._policy.horizon_s:
+        """Who must start soonest of those that can still be in time."""
+        while self._due and (self._places.get(self._due[0][3].key) != self._due[0][2] or self._due[0][0] < now):
+            heappop(self._due)
+        if not self._due or self._due[0][0] >= now + self._policy.horizon_s:
             return None
         return self._due[0][3]
 
-    def _compact(self) -> None:
-        """Most of what is in the heaps may have left long ago."""
-        limit = 2 * len(self.requests) + 64
-        for heap in (self._due, self._looks):
-            if len(heap) > limit:
-                heap[:] = [entry for entry in heap if _waits(entry[3])]
-                heapify(heap)
-        if self._entries > limit:
-            for line in self._lines.values():
-                line[:] = [entry for entry in line if _may_start(entry[4])]
-                heapify(line)
-            self._entries = sum(map(len, self._lines.values()))
+    def _most_entries(self) -> int:
+        return 2 * len(self.requests) + 64
+
+    def _compact(self, heap: list[_Entry], numbers: Mapping[RequestKey, int]) -> None:
+        if len(heap) > self._most_entries():
+            heap[:] = [entry for entry in heap if numbers.get(entry[3].key) == entry[2]]
+            heapify(heap)
