@@ -1,32 +1,34 @@
 """Which worker has which block: built from the workers' cache changes, asked for the leading run of a prompt.
 
 One dictionary from block key to a bit mask of worker slots, and for each slot the set of keys that its worker has
-told of. A mask's bit is set while the worker has the block, or is expected to make it (see `PrefixIndex.expect`).
-Keys are chained hashes, so a key stands for everything before it too; what is wrong here costs a wrong guess of where
-a prefix is, never a wrong block. Does not: know time of its own, ask for snapshots, know why a block is there.
+told of. Beside it, a tree of what workers are expected to make (`router.core.expectations`); a worker's run is the
+longer one. Keys are chained hashes, so a key stands for everything before it too; what is wrong here costs a wrong
+guess of where a prefix is, never a wrong block. Does not: know time of its own, ask for snapshots, know why a block is
+there.
 
 | invariant | kept by |
 | --- | --- |
 | nothing is claimed of a position that was not told | a change that does not continue the known one is a gap |
 | what is refused at the cap is asked for again | `behind` is true of such a worker as soon as there is room |
 | a mask without bits is not kept | `_unset` |
-| a bit is set exactly while its worker told of the block or a ticket expects it | `_take`, `_drop`, `withdraw` |
+| a bit is set exactly while its worker told of the block | `_take`, `_drop` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.core.records import CacheChange
+from router.core.expectations import Expectations
 
 DEFAULT_MAX_ENTRIES = 4_000_000
 _BYTES_PER_BLOCK = 100
 _BYTES_PER_ENTRY = 50
+_BYTES_PER_EXPECTED = 40
 _MOST_ROWS = 1024
 _FEW = 6
 """Workers that are faster set one by one."""
@@ -42,32 +44,17 @@ class _Slot:
     """Nothing that was told can be continued until a snapshot comes."""
     was_refused: bool = False
     keys: set[int] = field(default_factory=set)
-    expected: dict[int, int] = field(default_factory=dict)
-    """Key -> how many tickets name it."""
-    makers: dict[int, int] = field(default_factory=dict)
-    """Key -> the first of those tickets."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    slot: int
-    keys: tuple[int, ...]
-    """Those that the worker had not told of."""
-    ready_at: float
-    is_read: bool
 
 
 class PrefixIndex:
     """See the module's docstring. Slots are small numbers that the caller gives to workers, and may give again."""
 
     def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
-        """max_entries: (block, worker) pairs."""
+        """max_entries: (block, worker) pairs that workers told of, and as many that are expected."""
         self._max_entries = max_entries
         self._masks: dict[int, int] = {}
         self._slots: dict[int, _Slot] = {}
-        self._tickets: dict[int, _Ticket] = {}
-        self._due: list[tuple[float, int]] = []
-        self._next_ticket = 1
+        self._expected = Expectations(max_entries)
         self._rows: dict[int, NDArray[np.int64]] = {}
         self._width = 64
         self.entries = 0
@@ -77,13 +64,14 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks, expected ones included."""
+        """Distinct blocks that workers told of."""
         return len(self._masks)
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate: the table of masks, a key, mostly a shared mask, and an entry in a worker's set."""
-        return _BYTES_PER_BLOCK * len(self._masks) + _BYTES_PER_ENTRY * self.entries
+        """An estimate: the table of masks, a key, mostly a shared mask, an entry in a worker's set; keys of tickets."""
+        told = _BYTES_PER_BLOCK * len(self._masks) + _BYTES_PER_ENTRY * self.entries
+        return told + _BYTES_PER_EXPECTED * self._expected.num_blocks
 
     # ---- what the workers tell
 
@@ -120,60 +108,49 @@ class PrefixIndex:
         known = self._slots.pop(slot, None)
         if known is None:
             return
-        self._unset(slot, known.keys | known.expected.keys())
+        self._unset(slot, known.keys)
         self.entries -= len(known.keys)
-        for ticket in [number for number, ticket in self._tickets.items() if ticket.slot == slot]:
-            del self._tickets[ticket]
+        self._expected.forget(slot)
 
     # ---- what this gateway expects
 
     def expect(self, slot: int, keys: Sequence[int], until: float, ready_at: float = 0.0, is_read: bool = False) -> int:
-        """A request that was just sent there will make these blocks: claims them until the worker tells that they are
-        gone, the ticket returned is withdrawn, or `until` has passed. `ready_at`: when they should be there;
-        `is_read`: they come from a peer.
+        """A request that was just sent there will make these blocks, or keep them: claims them until the worker has
+        told of all, the ticket returned is withdrawn, or `until` has passed. `ready_at`: when they should be there;
+        `is_read`: they come from a peer. At the cap nothing is claimed. O(log keys) for each place where chains part.
         """
         known = self._slot(slot)
-        have, expected, bit, masks = known.keys, known.expected, 1 << slot, self._masks
-        fresh = tuple(key for key in keys if key not in have)
-        for key in fresh:
-            masks[key] = masks.get(key, 0) | bit
-            expected[key] = expected.get(key, 0) + 1
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        for key in fresh:
-            known.makers.setdefault(key, ticket)
-        self._tickets[ticket] = _Ticket(slot, fresh, ready_at, is_read)
-        heappush(self._due, (until, ticket))
-        return ticket
+        is_told = not keys or keys[-1] in known.keys
+        return self._expected.add(slot, () if is_told else tuple(keys), until, ready_at, is_read)
 
     def withdraw(self, ticket: int) -> None:
-        """The request did not get there, or its blocks were told of by now. Idempotent."""
-        made = self._tickets.pop(ticket, None)
-        known = None if made is None else self._slots.get(made.slot)
-        if made is None or known is None:
-            return
-        slot, expected, gone = made.slot, known.expected, []
-        for key in made.keys:
-            if known.makers.get(key) == ticket:
-                del known.makers[key]
-            count = expected.get(key, 0)
-            if count > 1:
-                expected[key] = count - 1
-            elif count:
-                del expected[key]
-                gone.append(key)
-        self._unset(slot, [key for key in gone if key not in known.keys])
+        """The request did not get there. Idempotent."""
+        self._expected.withdraw(ticket)
 
     def expire(self, now: float) -> None:
         """Withdraws what was expected by now."""
-        while self._due and self._due[0][0] <= now:
-            self.withdraw(heappop(self._due)[1])
+        self._expected.expire(now)
 
     # ---- what is asked
 
     def runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Where workers' leading runs of `keys` end: (mask of those that go on until there, blocks), shortest first.
+        """Where workers' leading runs of `keys` end: (mask of those that go on until there, blocks), shortest first."""
+        told, expected = self._told_runs(keys), self._expected.runs(keys)
+        if not expected:
+            return told
+        ends: list[tuple[int, int]] = []
+        mask = 0
+        for going, end in sorted([*told, *expected], key=lambda run: -run[1]):
+            if going | mask == mask:
+                continue
+            mask |= going
+            if ends and ends[-1][1] == end:
+                ends.pop()
+            ends.append((mask, end))
+        return ends[::-1]
 
-        Workers drop a chain's tail before its head, so one that has a block has all before it, and each end is
+    def _told_runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """Workers drop a chain's tail before its head, so one that has a block has all before it, and each end is
         found by doubling steps and halving, in a few looks however long the prompt is.
         """
         get, count = self._masks.get, len(keys)
@@ -222,7 +199,7 @@ class PrefixIndex:
         held = depths
         for slot in np.flatnonzero(depths).tolist():
             known = self._slots[slot]
-            if not known.expected:
+            if not self._expected.of(slot):
                 continue
             low, high = 0, int(depths[slot])
             while low < high:
@@ -237,13 +214,12 @@ class PrefixIndex:
         return held
 
     def coming(self, slot: int, key: int) -> tuple[float, bool]:
-        """(when this expected block should be there, whether it comes from a peer); (0.0, False): not known."""
-        known = self._slots[slot]
-        ticket = self._tickets.get(known.makers.get(key, -1))
-        return (0.0, False) if ticket is None else (ticket.ready_at, ticket.is_read)
+        """Of the last block of a run of the latest `lookup`: (when it should be there, whether it comes from a peer);
+        (0.0, False): not known."""
+        return self._expected.coming(slot, key)
 
     def holders(self, key: int) -> list[int]:
-        """Slots whose workers have, or are expected to make, this block."""
+        """Slots whose workers told of this block."""
         mask = self._masks.get(key, 0)
         return [slot for slot in range(mask.bit_length()) if mask >> slot & 1]
 
@@ -293,12 +269,11 @@ class PrefixIndex:
             masks[key] = bit if mask is None else mask | bit
             have.add(key)
             self.entries += 1
+            self._expected.told(slot, key)
 
     def _drop(self, slot: int, known: _Slot, keys: Iterable[int]) -> None:
         gone = [key for key in keys if key in known.keys]
         known.keys.difference_update(gone)
-        for key in gone:
-            known.expected.pop(key, None)
         self.entries -= len(gone)
         self._unset(slot, gone)
 
