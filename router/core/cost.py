@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from router.core.fleet_table import FleetTable
+from router.core.fleet_table import DECODE, FleetTable
 from router.core.settings import RoutingSettings
 from router.core.step_columns import Floats, Ints
 
@@ -70,6 +70,12 @@ class Holding:
     """Prefill time saved in the blocks that the prompt displaces."""
     whole_eviction_ms: Floats
     """The same, with the output to come."""
+
+
+def later_share(work: Work, settings: RoutingSettings) -> float:
+    """Milliseconds that those who come later wait for one of prefill."""
+    later = work.busy / max(1.0 - work.busy, 1e-3)
+    return min(max(settings.least_contention, later), settings.most_contention)
 
 
 def holding(table: FleetTable, depths: Ints, work: Work, settings: RoutingSettings) -> Holding:
@@ -145,10 +151,10 @@ def prefill_terms(
     terms[PREFILL_WORK] = settings.prefill_weight * compute
     terms[RESTORE] = table.restore_ms[:n] * (settings.restored_share * depths)
     terms[FETCH] = fetch_ms
-    terms[INTERFERENCE] = settings.interference_weight * table.rows[:n] * np.maximum(compute - alone, 0.0)
-    later = work.busy / max(1.0 - work.busy, 1e-3)
-    later = min(max(settings.least_contention, later), settings.most_contention)
-    terms[CONTENTION] = settings.contention_weight * later * compute
+    # A decode worker that has nothing to do now is there for those that will come.
+    rows = np.maximum(table.rows[:n], table.by_role[DECODE][:n])
+    terms[INTERFERENCE] = settings.interference_weight * rows * np.maximum(compute - alone, 0.0)
+    terms[CONTENTION] = settings.contention_weight * later_share(work, settings) * compute
     terms[EVICTION] = held.eviction_ms
     copied = np.maximum(work.best_depth - depths, 0)
     terms[DUPLICATION] = settings.duplication_weight * copied * table.eviction_ms[:n]

@@ -4,9 +4,11 @@
 | --- | --- | --- |
 | pair | a prefill worker, the holder or another | a decode worker chosen when the prefill starts |
 | fetch_pair | the same, after it fetched the prefix from a holder | the same |
-| whole | a colocated worker; any worker when its pool is down | the same worker |
+| whole | a colocated worker; any other when a pool is down, or where that is cheaper | the same worker |
 | fetch_whole | the same, after it fetched the prefix | the same worker |
-| holder_whole | the decode worker that holds the conversation | the same worker |
+| holder_whole | a decode worker that holds the conversation | the same worker |
+
+At a prefill worker there is one of pair and whole, whichever costs less there.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from router.core.cost import (
     Work,
     decode_terms,
     holding,
+    later_share,
     prefill_terms,
 )
 from router.core.decision import KINDS, PlanKind
@@ -47,8 +50,8 @@ class Eligible:
 
     prefill: Mask
     whole: Mask
-    holder: Mask
-    """Decode workers that may serve it whole, if they hold the conversation."""
+    beside: Mask
+    """Of both pools: they may serve it whole where that is cheaper."""
     decode: Mask
     reason: str
 
@@ -57,10 +60,6 @@ class Eligible:
         one = np.zeros_like(self.prefill)
         one[slot] = True
         return Eligible(self.prefill & one, self.whole & one, np.zeros_like(one), self.decode, self.reason)
-
-    def kinds(self, slots: Ints) -> Ints:
-        """Places in `KINDS` of the plans without a fetch that start at `slots`; with a fetch it is the next place."""
-        return np.where(self.prefill[slots], _PAIR, np.where(self.whole[slots], _WHOLE, _HOLDER_WHOLE))
 
 
 def ready_mask(
@@ -97,7 +96,7 @@ def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
     if table.num_lanes > 1 and decode.any():
         prefill &= np.bincount(lane[decode], minlength=table.num_lanes)[lane] > 0
     if mode is Mode.AUTO and prefill.any() and decode.any():
-        return Eligible(prefill, colocated, decode, decode, "pools")
+        return Eligible(prefill, colocated, prefill | decode, decode, "pools")
     for pool, name in ((colocated, "colocated"), (decode, "pool_down"), (prefill, "pool_down")):
         if pool.any():
             return Eligible(nobody, pool, nobody, nobody, "mode" if mode is Mode.COLOCATED else name)
@@ -132,6 +131,15 @@ class Plans:
     """Slot -> the slot that a fetch to it reads from."""
     waits: Mask
     """[k, n] the request should not be sent yet."""
+    pairs: Mask
+    """[n] where only the prompt is computed."""
+    holders: Mask
+    """[n] decode workers that hold the conversation."""
+
+    def kinds(self, rows: Ints, slots: Ints) -> Ints:
+        """Places in `KINDS`."""
+        kinds = np.where(self.pairs[slots], _PAIR, _WHOLE) + (self.fetched[rows, slots] > 0)
+        return np.where((kinds == _WHOLE) & self.holders[slots], _HOLDER_WHOLE, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +168,10 @@ def plan_all(
 ) -> Plans:
     """depths: [n] over the slots ever used; coming: None: neither fetch nor wait."""
     n = len(depths)
-    starts = part.prefill | part.whole
-    holder = part.holder & (depths > 0)
+    starts = part.prefill | part.whole | part.beside
     block_ms = lanes.block_ms(table.lane[:n], table.num_lanes)
     nothing = np.zeros(n, np.int64)
-    usable, fetched, fetch_ms, waits = [starts | holder], [nothing], [np.zeros(n)], [np.zeros(n, np.bool_)]
+    usable, fetched, fetch_ms, waits = [starts], [nothing], [np.zeros(n)], [np.zeros(n, np.bool_)]
     source = partial(holder_of, table, depths, np.zeros(n))
     if coming is not None and work.best_depth >= settings.least_fetch_blocks:
         readable, queue_ms = coming.readable, table.queue_ms[:n]
@@ -189,19 +196,30 @@ def plan_all(
     held = holding(table, depths, work, settings)
     terms = prefill_terms(table, depths, np.stack(fetched), np.stack(fetch_ms), held, work, settings, affinity)
     decoding = decode_terms(table, depths, held, work, settings, 0.0)
-    whole = part.whole | holder
+    pairs, whole = part.prefill, part.whole | part.beside
+    if pairs.any():
+        near, far = _decode_prices(table, part, decoding.sum(axis=0))
+        topology = np.minimum(near - far, settings.topology_ms)
+        size = table.block_sizes
+        left = np.minimum(np.maximum(work.num_tokens - depths * size, 1), settings.chunk_tokens)
+        transfer = -(-left // size) * block_ms
+        both = pairs & whole
+        if both.any():
+            # It decodes where prompts are computed all the time, which hold it up.
+            decoding[DECODING] *= 1.0 + later_share(work, settings) * both
+            apart = held.eviction_ms + far + topology + transfer
+            together = decoding[DECODING] + decoding[INTERFERENCE] + decoding[PRESSURE] + decoding[EVICTION]
+            pairs = pairs & ~(both & (together < apart))
+            whole = whole & ~pairs
+        terms[DECODING] += pairs * far
+        terms[TOPOLOGY] = pairs * topology
+        terms[TRANSFER] = pairs * transfer
     if whole.any():
         for term in (DECODING, INTERFERENCE, PRESSURE):
             terms[term] += decoding[term] * whole
         terms[EVICTION] = np.where(whole, decoding[EVICTION], terms[EVICTION])
-    if part.prefill.any():
-        near, far = _decode_prices(table, part, decoding.sum(axis=0))
-        terms[DECODING] += part.prefill * far
-        terms[TOPOLOGY] = part.prefill * np.minimum(near - far, settings.topology_ms)
-        size = table.block_sizes
-        left = np.minimum(np.maximum(work.num_tokens - depths * size, 1), settings.chunk_tokens)
-        terms[TRANSFER] = part.prefill * (-(-left // size) * block_ms)
-    return Plans(terms, np.stack(usable), depths, np.stack(fetched), source, np.stack(waits))
+    holders = part.beside & part.decode & (depths > 0)
+    return Plans(terms, np.stack(usable), depths, np.stack(fetched), source, np.stack(waits), pairs, holders)
 
 
 def holder_of(table: FleetTable, readable: Ints, reads_ms: Floats, slot: int) -> int:

@@ -177,7 +177,8 @@ class Router:
             place = choose_by(self.policy, queued_tokens(table, slots), depths[slots], self._turn, self._chance)
             slot = int(slots[place])
         nothing = np.zeros((1, len(depths)), np.int64)
-        plans = Plans(terms[:, None], pool[None], depths, nothing, int, nothing > 0)
+        nobody = np.zeros(len(depths), np.bool_)
+        plans = Plans(terms[:, None], pool[None], depths, nothing, int, nothing > 0, nobody, nobody)
         return self._decide(None, plans, costs, slot, best_depth, ask.num_tokens, "late")
 
     def can_place(self, mode: Mode, most_tokens: int) -> bool:
@@ -352,7 +353,7 @@ class Router:
         held = int(plans.depths[slot])
         fetched = int(plans.fetched[row, slot])
         fetch = Fetch(table.key(plans.source(slot)), held + fetched) if fetched else None
-        kind = PlanKind.DECODE if part is None else KINDS[int(part.kinds(np.array([slot]))[0]) + (fetched > 0)]
+        kind = PlanKind.DECODE if part is None else KINDS[int(plans.kinds(np.array([row]), np.array([slot]))[0])]
         terms = plans.terms[:, row, slot]
         booked_ms = 0.0
         if part is not None:
@@ -383,7 +384,7 @@ class Router:
             at = at[np.argpartition(costs[at], most)[:most]]
         rows, slots = np.divmod(at, n)
         fetched = plans.fetched[rows, slots]
-        kinds = np.full(len(at), _DECODE) if part is None else part.kinds(slots) + (fetched > 0)
+        kinds = np.full(len(at), _DECODE) if part is None else plans.kinds(rows, slots)
         return Candidates(
             self.table.roster,
             kinds.astype(np.int8),

@@ -145,7 +145,8 @@ def test_transfer_decides_between_a_pair_and_one_worker() -> None:
     slow = router(replace(FACE_VALUE, default_block_ms=10.0), **loads)
     decision = choose(slow)
     assert decision.kind is PlanKind.WHOLE and decision.whole
-    assert terms(slow, decision, "transfer") == {"p0": 520.0, "c0": 0.0}  # the last chunk only
+    pair = choose(slow, ask(mode=Mode.DISAGGREGATED))
+    assert terms(slow, pair, "transfer") == {"p0": 520.0}  # the last chunk only
 
 
 def test_decode_decides_late_from_fresh_load() -> None:
@@ -223,7 +224,7 @@ def test_a_session_and_an_adapter_stay_where_they_were() -> None:
 
 def test_topology_decides_between_equal_prefill_workers() -> None:
     made = router(p1=IDLE, p2=IDLE, d2=IDLE)
-    decision = choose(made)
+    decision = choose(made, ask(mode=Mode.DISAGGREGATED))
     assert decision.worker == key("p2") and terms(made, decision, "topology") == {"p1": 1.0, "p2": 0.0}
     made = router(p1=IDLE, d1=IDLE, d2=IDLE)
     late = made.choose_decode(ask(), key("p1"), 0.0)
@@ -273,10 +274,12 @@ def test_regret_is_what_the_quickest_candidate_was_predicted_to_save() -> None:
 
 
 def test_explain_shows_every_candidate_cheapest_first_and_its_terms_add_up() -> None:
-    made = router(p0=IDLE, p1=replace(IDLE, queue_s=0.3), d0=IDLE, c0=replace(IDLE, queue_s=0.2))
+    hindered = replace(FACE_VALUE, least_contention=1.0)
+    idle = replace(IDLE, step_costs=costs(context_ms=0.01))
+    made = router(hindered, p0=idle, p1=replace(idle, queue_s=0.3), d0=idle, c0=replace(idle, queue_s=0.2))
     hold(made, "p1", 50)
     hold(made, "d0", 60)
-    decision = choose(made, ask(mode=Mode.AUTO))
+    decision = choose(made, ask(output=100, mode=Mode.AUTO))
     rows = made.explain(decision)
     kinds = {(row.worker.worker_id, row.kind) for row in rows}
     assert kinds == {

@@ -101,6 +101,20 @@ def test_the_decode_worker_that_holds_the_conversation_takes_the_suffix() -> Non
     assert decision.kind is PlanKind.HOLDER_WHOLE and decision.worker == key("d1") and decision.whole
 
 
+def test_both_pools_serve_whole_requests_where_the_other_is_crowded() -> None:
+    what = replace(ask(), max_tokens=200, expected_output_tokens=200)
+    made = router("p0", "d0")
+    decision = made.choose(what, 0.0)
+    assert decision is not None and decision.kind is PlanKind.PAIR
+    made.report(key("p0"), replace(ROOMY, queue_s=1e3, waiting_tokens=100_000))
+    decision = made.choose(what, 0.0)
+    assert decision is not None and decision.whole and decision.worker == key("d0")
+    made.report(key("p0"), ROOMY)
+    made.report(key("d0"), replace(ROOMY, decode_rows=500, decode_context=500_000, expected_output_tokens=100_000))
+    decision = made.choose(what, 0.0)
+    assert decision is not None and decision.whole and decision.worker == key("p0")
+
+
 def test_excluded_workers_are_never_taken_and_avoided_or_closed_ones_only_alone() -> None:
     for policy in Policy:
         made = router("c0", "c1", "c2", policy=policy)
