@@ -1,8 +1,9 @@
 """Comparisons of routing policies over eight virtual workers, each a table: five workloads, recorded traces, several
 gateways, and the three ways to use prefill and decode.
 
-Everything is measured from an empty cluster to the last answer. Refused requests stay in every denominator; a request
-without a first token has an endless one.
+Everything is measured from an empty cluster to the last answer. Goodput is good requests over the time in which requests
+arrive, which is the same for all. Refused requests stay in every denominator; a request without a first token has an
+endless one.
 """
 
 from __future__ import annotations
@@ -89,19 +90,24 @@ def quality(load: Workload, policies: Sequence[str], seeds: Sequence[int]) -> Ta
 
 
 def figures(run: ClusterRun, slo: Slo) -> Row:
-    begin_s = min(outcome.job.at_s for outcome in run.outcomes)
     ttfts = [inf if (ttft := ttft_s(timeline)) is None else ttft for timeline in run.timelines]
     tpots = [tpot for timeline in run.timelines if (tpot := tpot_s(timeline.token_times)) is not None]
     return {
         "ttft p50": (percentile(ttfts, 0.5) or 0.0) * 1e3,
         "ttft p99": (percentile(ttfts, 0.99) or 0.0) * 1e3,
         "tpot p50": (percentile(tpots, 0.5) or 0.0) * 1e3,
-        "goodput/s": goodput(run.timelines, slo, run.end_s - begin_s),
+        "goodput/s": goodput(run.timelines, slo, arrivals_s(run)),
         "hit %": 100 * run.hit_rate,
         "busiest": run.busiest,
         "cold": cold_siblings(run),
         "refused": sum(bool(outcome.refused) for outcome in run.outcomes),
     }
+
+
+def arrivals_s(run: ClusterRun) -> float:
+    """Seconds from the first arrival to the last."""
+    instants = [outcome.job.at_s for outcome in run.outcomes]
+    return max(instants) - min(instants)
 
 
 def cold_siblings(run: ClusterRun) -> float:
@@ -184,7 +190,7 @@ def grid(seeds: Sequence[int]) -> Table:
             slo = Slo(ttft_s=ttft, tpot_s=tpot)
             row: Row = {"ttft <= s": f"{ttft:g}", "tpot <= ms": f"{tpot * 1e3:g}"}
             for name, made in runs.items():
-                row[name] = median(goodput(run.timelines, slo, run.end_s) for run in made)
+                row[name] = median(goodput(run.timelines, slo, arrivals_s(run)) for run in made)
             rows.append(row)
     return Table("modes", f"goodput/s, {load.name}, {load.requests} requests, medians of {len(seeds)} seeds", rows)
 

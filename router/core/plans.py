@@ -136,7 +136,7 @@ class Plans:
     holders: Mask
     """[n] decode workers that hold the conversation."""
 
-    def kinds(self, rows: Ints, slots: Ints) -> Ints:
+    def kinds(self, rows: Ints | int, slots: Ints | int) -> Ints:
         """Places in `KINDS`."""
         kinds = np.where(self.pairs[slots], _PAIR, _WHOLE) + (self.fetched[rows, slots] > 0)
         return np.where((kinds == _WHOLE) & self.holders[slots], _HOLDER_WHOLE, kinds)
@@ -170,14 +170,15 @@ def plan_all(
     n = len(depths)
     starts = part.prefill | part.whole | part.beside
     block_ms = lanes.block_ms(table.lane[:n], table.num_lanes)
-    nothing = np.zeros(n, np.int64)
-    usable, fetched, fetch_ms, waits = [starts], [nothing], [np.zeros(n)], [np.zeros(n, np.bool_)]
-    source = partial(holder_of, table, depths, np.zeros(n))
+    nobody, at_once = np.zeros(n, np.bool_), np.zeros(n)
+    usable, fetched, fetch_ms, waits = [starts], [np.zeros(n, np.int64)], [at_once], [nobody]
+    source = partial(holder_of, table, depths, at_once)
     if coming is not None and work.best_depth >= settings.least_fetch_blocks:
         readable, queue_ms = coming.readable, table.queue_ms[:n]
         source = partial(holder_of, table, readable, coming.reads_ms)
-        waits[0] = coming.is_read
-        fetch_ms[0] = np.where(coming.is_read, np.maximum(coming.wait_ms - queue_ms, 0.0), 0.0)
+        if coming.is_read.any():
+            waits[0] = coming.is_read
+            fetch_ms[0] = np.maximum(coming.wait_ms - queue_ms, 0.0) * coming.is_read
         now = _best_on_lane(table, readable)
         soon = _best_on_lane(table, depths)
         for best, wait_ms in (
@@ -185,16 +186,19 @@ def plan_all(
             (soon, _least_wait(depths, coming.wait_ms)),
         ):
             more = best - depths
-            able = starts & (more >= settings.least_fetch_blocks) & ((best > now) if best is soon else True)
+            able = starts & (more >= settings.least_fetch_blocks)
+            if best is soon:
+                able &= best > now
             if able.any():
                 usable.append(able)
                 fetched.append(np.maximum(more, 0))
                 # It is read while the worker is busy with what is ahead.
                 read_ms = settings.fetch_overhead_ms + more * block_ms
                 fetch_ms.append(np.maximum(wait_ms + read_ms - queue_ms, 0.0))
-                waits.append(able if best is soon else np.zeros(n, np.bool_))
+                waits.append(able if best is soon else nobody)
     held = holding(table, depths, work, settings)
-    terms = prefill_terms(table, depths, np.stack(fetched), np.stack(fetch_ms), held, work, settings, affinity)
+    rows = np.array(fetched)
+    terms = prefill_terms(table, depths, rows, np.array(fetch_ms), held, work, settings, affinity)
     decoding = decode_terms(table, depths, held, work, settings, 0.0)
     pairs, whole = part.prefill, part.whole | part.beside
     if pairs.any():
@@ -219,7 +223,7 @@ def plan_all(
             terms[term] += decoding[term] * whole
         terms[EVICTION] = np.where(whole, decoding[EVICTION], terms[EVICTION])
     holders = part.beside & part.decode & (depths > 0)
-    return Plans(terms, np.stack(usable), depths, np.stack(fetched), source, np.stack(waits), pairs, holders)
+    return Plans(terms, np.array(usable), depths, rows, source, np.array(waits), pairs, holders)
 
 
 def holder_of(table: FleetTable, readable: Ints, reads_ms: Floats, slot: int) -> int:
@@ -251,8 +255,10 @@ def decode_all(
     return terms
 
 
-def _reads_ahead(table: FleetTable, readable: Ints, best: Ints, reads_ms: Floats) -> Floats:
+def _reads_ahead(table: FleetTable, readable: Ints, best: Ints, reads_ms: Floats) -> Floats | float:
     """[n] until the first of those on each one's lane that hold most can send."""
+    if not reads_ms.any():
+        return 0.0
     least = np.full(table.num_lanes, np.inf)
     lane = table.lane[: len(readable)]
     able = table.live[: len(readable)] & (readable == best)

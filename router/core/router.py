@@ -353,7 +353,7 @@ class Router:
         held = int(plans.depths[slot])
         fetched = int(plans.fetched[row, slot])
         fetch = Fetch(table.key(plans.source(slot)), held + fetched) if fetched else None
-        kind = PlanKind.DECODE if part is None else KINDS[int(plans.kinds(np.array([row]), np.array([slot]))[0])]
+        kind = PlanKind.DECODE if part is None else KINDS[int(plans.kinds(row, slot))]
         terms = plans.terms[:, row, slot]
         booked_ms = 0.0
         if part is not None:

@@ -157,14 +157,16 @@ class StepColumns:
         beside = decode_row * rows + decode_token * context
         sampled = sampled_row * rows
         self.token_ms[slots] = self._slope[slots, -1]
-        self.step_ms[slots] = (rows > 0) * (self._rows_ms(slots, rows) + beside + sampled)
-        self.next_step_ms[slots] = self._rows_ms(slots, rows + 1) + beside + decode_row + sampled + sampled_row
+        now, one_more, with_chunk = self._rows_ms(slots, np.array((rows, rows + 1, rows + self._chunk)))
+        self.step_ms[slots] = (rows > 0) * (now + beside + sampled)
+        self.next_step_ms[slots] = one_more + beside + decode_row + sampled + sampled_row
         self.context_ms[slots] = decode_token
         self.beside_ms[slots] = beside + sampled + prefill_row
-        self.chunk_ms[slots] = self._rows_ms(slots, rows + self._chunk)
+        self.chunk_ms[slots] = with_chunk
         self.pair_ms[slots] = pair
         self.prompt_ms[slots] = sampled_row
 
     def _rows_ms(self, slots: Ints, rows: Ints) -> Floats:
+        """rows: [k, n] of n slots."""
         at = _AT[np.minimum(rows, KNOTS[-1])]
         return np.asarray(self._at_zero[slots, at] + self._slope[slots, at] * rows)
