@@ -1,9 +1,9 @@
 """Comparisons of routing policies over eight virtual workers, each a table: five workloads, recorded traces, several
 gateways, and the three ways to use prefill and decode.
 
-Everything is measured from an empty cluster to the last answer. Goodput is good requests over the time in which requests
-arrive, which is the same for all. Refused requests stay in every denominator; a request without a first token has an
-endless one.
+Everything is measured from an empty cluster to the last answer. Goodput is good requests over the time in which
+requests arrive, which is the same for all. Refused requests stay in every denominator; a request without a first token
+has an endless one.
 """
 
 from __future__ import annotations

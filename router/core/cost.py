@@ -31,7 +31,7 @@ NUM_TERMS = len(TERMS)
 (QUEUE, MEMORY_WAIT, PREFILL_WORK, RESTORE, FETCH, TRANSFER, DECODING, INTERFERENCE) = range(8)
 (CONTENTION, PRESSURE, EVICTION, DUPLICATION, SESSION, ADAPTER, TOPOLOGY, DEADLINE) = range(8, NUM_TERMS)
 NUM_FIRST_TOKEN_TERMS = FETCH + 1
-"""The first so many terms are together the predicted time to the first token, but for the queue's weight."""
+"""The first so many terms are together the predicted time to the first token, see `first_token_ms`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,14 @@ class Holding:
     """Prefill time saved in the blocks that the prompt displaces."""
     whole_eviction_ms: Floats
     """The same, with the output to come."""
+
+
+def first_token_ms(terms: Floats, settings: RoutingSettings) -> Floats:
+    """[...] predicted time to the first token of [NUM_TERMS, ...]: the queue at face value."""
+    weighted = terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0)
+    if settings.queue_weight in (0.0, 1.0):
+        return np.asarray(weighted)
+    return np.asarray(weighted + terms[QUEUE] * (1.0 / settings.queue_weight - 1.0))
 
 
 def later_share(work: Work, settings: RoutingSettings) -> float:
@@ -164,6 +172,6 @@ def prefill_terms(
     if affinity.adapter is not None:
         terms[ADAPTER] = settings.adapter_ms * ~affinity.adapter
     if work.time_left_ms is not None:
-        first = terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0)
-        terms[DEADLINE] = settings.deadline_weight * np.maximum(first - work.time_left_ms, 0.0)
+        late_ms = first_token_ms(terms, settings) - work.time_left_ms
+        terms[DEADLINE] = settings.deadline_weight * np.maximum(late_ms, 0.0)
     return terms

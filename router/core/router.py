@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
-from router.core.cost import NUM_FIRST_TOKEN_TERMS, TERMS, Affinity, Mask, Work
+from router.core.cost import TERMS, Affinity, Mask, Work, first_token_ms
 from router.core.decision import KINDS, Candidates, Decision, Fetch, PlanKind, RouteAsk
 from router.core.fleet_table import DECODE, Booking, FleetTable
 from router.core.lanes import Lanes
@@ -256,7 +256,7 @@ class Router:
         slot = self.table.slot(decision.worker)
         if slot is not None and predicted > 0.0:
             self.table.steps.observe(slot, realised_ttft_ms / predicted)
-        quickest = decision.candidates.terms[:NUM_FIRST_TOKEN_TERMS].sum(axis=0).min()
+        quickest = first_token_ms(np.asarray(decision.candidates.terms, np.float64), self.settings).min()
         regret = max(0.0, realised_ttft_ms - float(quickest))
         self.regret_ms += regret
         return regret
@@ -369,7 +369,7 @@ class Router:
             terms=tuple(terms.tolist()),
             held_blocks=held,
             cached_blocks=held + fetched,
-            predicted_ttft_ms=float(terms[:NUM_FIRST_TOKEN_TERMS].sum()),
+            predicted_ttft_ms=float(first_token_ms(terms, self.settings)),
             booked_ms=booked_ms,
             diverged_at_block=best_depth,
             candidates=self._keep(part, plans, costs),

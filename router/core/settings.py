@@ -22,8 +22,7 @@ class RoutingSettings:
     """Most later milliseconds that one of prefill is taken to cost."""
     pressure_weight: float = 1.0
     eviction_weight: float = 1.0
-    duplication_weight: float = 0.25
-    """Share of the copied blocks' price; a hot prefix earns its copies back."""
+    duplication_weight: float = 1.0
     deadline_weight: float = 10.0
     """Milliseconds that one of lateness is worth."""
     session_ms: float = 1.0

@@ -28,7 +28,7 @@ def costs(row_ms: float = 1.0, context_ms: float = 0.0) -> tuple[float, ...]:
 
 
 IDLE = WorkerLoad(free_blocks=1000, total_blocks=1000, step_costs=costs())
-FACE_VALUE = RoutingSettings(decode_weight=1.0, interference_weight=1.0, least_contention=0.0)
+FACE_VALUE = RoutingSettings(duplication_weight=0.25, decode_weight=1.0, interference_weight=1.0, least_contention=0.0)
 """So that the numbers of a test say what decides."""
 NO_FETCH = replace(FACE_VALUE, least_fetch_blocks=1000)
 FULL = replace(IDLE, free_blocks=0, evictable_blocks=1000)
