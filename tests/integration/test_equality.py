@@ -81,7 +81,7 @@ def test_disaggregated_equals_colocated(
 ) -> None:
     if lane == "ucx" and not importlib.util.find_spec("nixl_cu12") and not importlib.util.find_spec("nixl_cu13"):
         pytest.skip("nixl is not installed")
-    with fleet(model, *roles, transport=lane) as running:
+    with fleet(model, *roles, transport=lane, gateway={"mode": "disaggregated"}) as running:
         assert {ready.lane for ready in running.ready.values()} == {lane}
         assert answers(running, prompt_ids) == colocated
         moved = sum(running.worker_status(n).counters.get("handoffs", 0) for n in running.ready if n.startswith("d"))
