@@ -111,6 +111,8 @@ class Fleet:
             "cluster_token": TOKEN,
             "controller_pid": os.getpid(),
             "liveness_s": self._worker_options["liveness_s"],
+            # A pair whenever both pools live, as in `tests.world`.
+            "routing_policy": "least_loaded",
         } | (gateway or {})
         self.gateway = Proc("router.main", GatewaySpec(**options))
         for name, role in names:

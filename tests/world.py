@@ -23,6 +23,14 @@ from workers.runner.fake import FakeRunner, fake_next_token
 from workers.spec import WorkerReady, WorkerSpec
 
 TOKEN = "cluster-secret"
+GATEWAY: dict[str, object] = {
+    "max_model_len": 1024,
+    "liveness_s": 2.0,
+    "cluster_token": TOKEN,
+    # A pair whenever both pools live: most worlds are about the hand-off. By cost, workers as quick as these may well
+    # serve whole requests, and no test would notice that it tests nothing.
+    "routing_policy": "least_loaded",
+}
 VOCAB = 267
 FAKE_BLOCK_BYTES = FakeRunner().layout.block_bytes
 
@@ -187,7 +195,7 @@ async def world(
     running = World(runner, by_role, **options)
     text = text_model()
     running.gateway = Gateway(
-        gateway_spec(**({"max_model_len": 1024, "liveness_s": 2.0, "cluster_token": TOKEN} | (gateway or {}))),
+        gateway_spec(**(GATEWAY | (gateway or {}))),
         text,
         ids=counting_ids(),
     )

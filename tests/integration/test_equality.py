@@ -81,11 +81,20 @@ def test_disaggregated_equals_colocated(
 ) -> None:
     if lane == "ucx" and not importlib.util.find_spec("nixl_cu12") and not importlib.util.find_spec("nixl_cu13"):
         pytest.skip("nixl is not installed")
-    with fleet(model, *roles, transport=lane, gateway={"mode": "disaggregated"}) as running:
+    with fleet(model, *roles, transport=lane) as running:
         assert {ready.lane for ready in running.ready.values()} == {lane}
         assert answers(running, prompt_ids) == colocated
         moved = sum(running.worker_status(n).counters.get("handoffs", 0) for n in running.ready if n.startswith("d"))
         assert moved == len(prompt_ids), "every request was handed off"
+        running.assert_drained()
+
+
+def test_tokens_are_equal_whatever_plans_the_cost_prefers(
+    model: Path, prompt_ids: list[list[int]], colocated: list[list[int]]
+) -> None:
+    with fleet(model, P, P, D, D, gateway={"routing_policy": "cost"}) as running:
+        assert answers(running, prompt_ids) == colocated
+        assert answers(running, prompt_ids) == colocated, "with what the caches have by now"
         running.assert_drained()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,9 @@ from headrace import event_log
 from headrace.cli import app
 from headrace.core.records import Role
 from headrace.errors import StartupError
-from tests.world import World, expected, spec, world
+from tests.world import expected, spec, world
 
 P, D = Role.PREFILL, Role.DECODE
-
-
-def _pair(folder: str, **options: object) -> AbstractAsyncContextManager[World]:
-    """Every request is handed off: its life is to be put together again from two files."""
-    return world(P, D, gateway={"mode": "disaggregated"}, event_log_path=folder, **options)
 
 
 def run_world(folder: Path, num_requests: int, **options: object) -> dict[str, dict[str, float]]:
@@ -28,7 +22,7 @@ def run_world(folder: Path, num_requests: int, **options: object) -> dict[str, d
     counters: dict[str, dict[str, float]] = {}
 
     async def main() -> None:
-        async with asyncio.timeout(60), _pair(str(folder), **options) as w:
+        async with asyncio.timeout(60), world(P, D, event_log_path=str(folder), **options) as w:
             requests = [spec([5 + n, *range(20, 60 + n)], 12, ignore_eos=True) for n in range(num_requests)]
             for request, answer in zip(
                 requests, await asyncio.gather(*(w.ask(request) for request in requests)), strict=True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
@@ -19,11 +20,19 @@ from router.core.decision import Decision, Fetch, PlanKind, RouteAsk
 from router.core.placement import WorkerKey
 from router.gateway import Gateway
 from tests.doors_fixtures import gateway_spec, text_model
-from tests.world import TOKEN, Answer, World, expected, spec, world
+from tests.world import TOKEN, Answer, World, expected, spec
+from tests.world import world as any_world
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 PROMPT = random.Random(9).choices(range(3, 260), k=170)
 """Ten full blocks and a part of one."""
+
+
+def world(
+    *roles: Role, gateway: dict[str, object] | None = None, **options: object
+) -> AbstractAsyncContextManager[World]:
+    """Routed by cost, as deployments are."""
+    return any_world(*roles, gateway={"routing_policy": "cost"} | (gateway or {}), **options)  # type: ignore[arg-type]
 
 
 def run(coroutine: object, timeout_s: float = 60.0) -> None:

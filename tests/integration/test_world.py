@@ -29,11 +29,12 @@ def prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, 260) for _ in range(length)]
 
 
+@pytest.mark.parametrize("policy", ["least_loaded", "cost"])
 @pytest.mark.parametrize("roles", [(C,), (P, D), (P, P, D, D), (P, D, C)], ids=str)
-def test_every_mode_gives_the_same_tokens(roles: tuple[Role, ...]) -> None:
+def test_every_mode_gives_the_same_tokens(roles: tuple[Role, ...], policy: str) -> None:
     async def main() -> None:
         rng = random.Random(1)
-        async with world(*roles) as w:
+        async with world(*roles, gateway={"routing_policy": policy}) as w:
             for length in (1, 15, 16, 17, 31, 32, 33, 64, 65, 300):
                 for options in ({}, {"temperature": 0.8, "seed": 7}, {"min_tokens": 10, "max_tokens": 12}):
                     request = spec(prompt(rng, length), **options)
