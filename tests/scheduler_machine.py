@@ -7,7 +7,8 @@ and peers pin what is cached here. Memory is taken from the pool and given back,
 and the worker closes and opens. `check_integrity` and the laws of `tests.scheduler_laws` hold after every operation;
 every request that was let in ends exactly once, in a way that somebody is told of; everything drains.
 
-`tests/property` runs it for seconds, `tests/chaos` for minutes.
+`tests/property` runs it for seconds, `tests/chaos` for minutes. Longer than others: one
+machine, all of whose rules share its state.
 """
 
 from __future__ import annotations
