@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.v1 import inference_pb2 as pb
 from router.core.decision import Decision, PlanKind
+from router.core.explained import candidate_rows
 from router.core.flight import Flight
 from router.core.router import Router
 
@@ -80,7 +81,7 @@ def _message(
     index: int, attempt: int, decision: Decision, choice: Routed, router: Router, block_size: int
 ) -> pb.RoutingDecision:
     is_plan = decision.kind is not PlanKind.DECODE
-    rows = router.explain(decision)
+    rows = candidate_rows(decision)
     shown = rows[:MAX_SHOWN]
     shown += [row for row in rows[MAX_SHOWN:] if row.is_chosen]
     return pb.RoutingDecision(

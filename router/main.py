@@ -14,11 +14,13 @@ import sys
 
 import uvicorn
 
+import kernels.environment  # noqa: F401  (first: it decides where numba keeps compiled code)
 from headrace.errors import StartupError
 from headrace.process import die_with_parent, log_to_stderr, serve
 from headrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from router.admin import AdminService
 from router.auth import Authenticator
+from router.core.router import warm_up
 from router.fleet_metrics import FleetMetrics
 from router.gateway import Gateway
 from router.grpc_api import ModelFacts, build_server
@@ -42,6 +44,8 @@ class GatewayProcess:
     async def start(self) -> GatewayReady:
         spec = self.spec
         http_socket = _listen(spec.host, spec.http_port, "http_port")
+        # Before anybody waits for an answer, and in a thread: signals are heard.
+        await asyncio.to_thread(warm_up)
         text = TextModel.load(spec.model_path, spec.chat_template)
         self.gateway = gateway = Gateway(spec, text)
         authenticator = Authenticator(spec.api_keys)

@@ -76,7 +76,7 @@ class Candidates:
     """Not to be computed there: held, or fetched."""
     fetched_blocks: NDArray[np.int32]
     terms: NDArray[np.float32]
-    """[NUM_TERMS, n] weighted milliseconds."""
+    """[n, NUM_TERMS] weighted milliseconds."""
     considered: int
     """How many there were."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.core.records import Role, WorkerLoad
 from headrace.core.step_shape import NUM_FEATURES
+from router.core.cost import Columns
 from router.core.placement import WorkerKey
 from router.core.step_columns import StepColumns
 
@@ -103,10 +104,12 @@ class FleetTable:
     def __init__(self, chunk_tokens: int) -> None:
         """chunk_tokens: prompt tokens that a worker is taken to compute in a step."""
         self.num_slots = 0
+        self.version = 0
+        """Another one whenever who is there, willing or large enough has changed."""
+        self.least_capacity_tokens = 0
+        """Of live workers."""
         self.by_role: dict[int, NDArray[np.bool_]] = {}
         """[num_slots] live workers of each role."""
-        self.one_block_size: int | None = None
-        """That of all live workers, when it is one."""
         self.steps = StepColumns(chunk_tokens)
         self._workers: dict[WorkerKey, _Worker] = {}
         self._at: list[_Worker | None] = []
@@ -115,6 +118,7 @@ class FleetTable:
         self._nodes: dict[str, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._roster: tuple[WorkerKey | None, ...] | None = None
+        self._columns: Columns | None = None
         for name in (*_INT, *_FLOAT, *_BOOL):
             kind = np.int64 if name in _INT else np.float64 if name in _FLOAT else np.bool_
             setattr(self, name, np.zeros(0, kind))
@@ -193,9 +197,19 @@ class FleetTable:
         return self._roster
 
     @property
-    def block_sizes(self) -> NDArray[np.int64] | int:
-        """[num_slots] tokens, at least 1; or the one number that all live workers have."""
-        return self.one_block_size or np.maximum(self.block_size[: self.num_slots], 1)
+    def columns(self) -> Columns:
+        """Views of the rows that were ever used, with step costs as of the last `steps.refresh`. Take it anew for each
+        choice."""
+        if self._columns is None:
+            own = {"live": self.live, "decodes_only": self.by_role[DECODE], "knots": self.steps.knots}
+            count, columns = self.num_slots, []
+            for name in Columns._fields:
+                column = own.get(name)
+                if column is None:
+                    column = getattr(self, name) if hasattr(self, name) else getattr(self.steps, name)
+                columns.append(column if name == "knots" else column[:count])
+            self._columns = Columns._make(columns)
+        return self._columns
 
     @property
     def num_lanes(self) -> int:
@@ -244,8 +258,9 @@ class FleetTable:
     def _sort_out(self) -> None:
         live, role = self.live[: self.num_slots], self.role[: self.num_slots]
         self.by_role = {code: live & (role == code) for code in (PREFILL, DECODE, COLOCATED)}
-        sizes = np.unique(self.block_size[: self.num_slots][live])
-        self.one_block_size = int(sizes[0]) if len(sizes) == 1 else None
+        self.least_capacity_tokens = int(self.capacity_tokens[: self.num_slots][live].min(initial=1 << 62))
+        self._columns = None
+        self.version += 1
 
     def _new_slot(self) -> int:
         slot = self.num_slots
@@ -281,7 +296,9 @@ class FleetTable:
         self.rows[slot], self.context[slot] = rows, context
         self.eviction_ms[slot] = load.eviction_ms_per_block
         self.restore_ms[slot] = load.restore_block_s * 1e3
-        self.closed[slot] = bool(load.closed)
+        if self.closed[slot] != bool(load.closed):
+            self.closed[slot] = bool(load.closed)
+            self.version += 1
         self.steps.tell(slot, load.step_costs if len(load.step_costs) == NUM_FEATURES else (), rows, context)
 
 

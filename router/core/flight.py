@@ -37,6 +37,7 @@ from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
 from router.core.decision import Decision, RouteAsk
+from router.core.explained import candidate_rows
 from router.core.latency import Timeline
 from router.core.legs import (
     Action,
@@ -380,7 +381,7 @@ class Flight:
         plan = router.choose(replace(ask, num_tokens=ask.num_tokens + more_tokens, may_wait=False), now)
         if plan is None or plan.worker == leg.worker:
             return False
-        here = min((row.cost_ms for row in router.explain(plan) if row.worker == leg.worker), default=None)
+        here = min((row.cost_ms for row in candidate_rows(plan) if row.worker == leg.worker), default=None)
         return here is not None and plan.cost_ms < _MOVE_BELOW * here - _MOVE_MS
 
     # ---- endings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.core.step_columns import Floats, Ints
+from router.core.arrays import Floats, Ints
 
 _NEW = 0.1
 
@@ -17,10 +17,10 @@ class Lanes:
         self._default_ms = default_block_ms
         self._known: dict[int, float] = {}
 
-    def block_ms(self, lanes: Ints, num_lanes: int) -> Floats | float:
-        """Milliseconds a block, of each entry of `lanes`; one number when there is one lane."""
+    def block_ms(self, lanes: Ints, num_lanes: int) -> Floats:
+        """Milliseconds a block, of each entry of `lanes`."""
         if num_lanes <= 1:
-            return self._known.get(0, self._default_ms)
+            return np.full(len(lanes), self._known.get(0, self._default_ms))
         each = np.full(num_lanes, self._default_ms)
         for lane, block_ms in self._known.items():
             each[lane] = block_ms

@@ -16,8 +16,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from router.core.arrays import Floats, Ints
 from router.core.fleet_table import FleetTable
-from router.core.step_columns import Floats, Ints
 
 DECODE_ROW_TOKENS = 16
 """A running decode weighs as much as this many waiting prompt tokens."""

@@ -6,49 +6,46 @@ delivered. Does not: send, know clocks, or have chance of its own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
-from router.core.cost import TERMS, Affinity, Mask, Work, first_token_ms
+from router.core.arrays import Floats, Ints, Mask
+from router.core.cost import NUM_TERMS, NUM_WAYS, Parts, Prefix, Priced, Work, first_token_ms
 from router.core.decision import KINDS, Candidates, Decision, Fetch, PlanKind, RouteAsk
 from router.core.fleet_table import DECODE, Booking, FleetTable
 from router.core.lanes import Lanes
 from router.core.placement import Mode, WorkerKey
 from router.core.plans import (
-    Coming,
     Eligible,
-    Plans,
     decode_all,
     decode_pool,
     eligible,
+    holder_of,
     plan_all,
     ready_mask,
+    weights_of,
 )
 from router.core.policies import Chance, Policy, choose_by, lowest, queued_tokens
 from router.core.prefix_index import PrefixIndex
 from router.core.settings import RoutingSettings
-from router.core.step_columns import Floats, Ints
 
 _DECODE = KINDS.index(PlanKind.DECODE)
 _NEW = 0.1
 """Weight of the newest prediction error."""
 _MOST_SESSIONS = 100_000
 _MOST_ADAPTERS = 1_000
+_NO_ADAPTER = np.zeros(0, np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateRow:
-    """One candidate of a decision, for people."""
-
-    kind: PlanKind
-    worker: WorkerKey
-    cost_ms: float
-    terms: dict[str, float]
-    cached_blocks: int
-    fetched_blocks: int
-    is_chosen: bool
+def warm_up() -> None:
+    """Loads what a choice has compiled; many seconds the first time on a machine."""
+    router, ask = Router(lambda: 0.0), RouteAsk("warm-up", 1)
+    for role in (Role.PREFILL, Role.DECODE):
+        router.worker_up(WorkerKey(role.value, ""), role, capacity_tokens=16, block_size=16)
+    router.choose(ask, 0.0)
+    router.choose_decode(ask, WorkerKey(Role.PREFILL.value, ""), 0.0)
 
 
 class Router:
@@ -72,7 +69,11 @@ class Router:
         self.error = 0.0
         """Average distance of the predicted from the realised time to the first token, as a share of the latter."""
         self._chance = chance
+        self._weights = weights_of(self.settings)
         self._turn = 0
+        self._usual: dict[Mode, tuple[int, Mask, Eligible | None]] = {}
+        """What `_who` found for requests that any worker has room for, and the version of the table then."""
+        self._terms = np.zeros((NUM_WAYS, 0, NUM_TERMS))
         self._busy = 0.0
         self._busy_at: float | None = None
         self._tickets: dict[WorkerKey, dict[int, int]] = {}
@@ -129,31 +130,32 @@ class Router:
         table = self.table
         table.steps.refresh()
         self.index.expire(now)
-        ready, part = self._who(ask)
-        if part is None:
+        ready, found = self._who(ask)
+        if found is None:
             return None
         depths = self._depths(ask)
-        self._note_busy(part, now)
+        self._note_busy(found.parts, now)
         self._turn += 1
         is_cost = self.policy is Policy.COST
         if not is_cost:
-            pool = np.flatnonzero(part.prefill | part.whole)
+            pool = np.flatnonzero(found.parts.prefill | found.parts.whole)
             place = choose_by(self.policy, queued_tokens(table, pool), depths[pool], self._turn, self._chance)
-            part = part.only(int(pool[place]))
-        best_depth = int((depths * ready).max(initial=0))
-        work = self._work(ask, best_depth)
-        coming = self._coming(ask, depths, now) if is_cost else None
-        if coming is not None and not ask.may_wait:
-            # Sent now, it would not wait for what is being read there.
-            depths = np.where(coming.is_read, coming.readable, depths)
-            coming = replace(coming, is_read=np.zeros_like(coming.is_read))
-        plans = plan_all(table, self.lanes, part, depths, coming, work, self.settings, self._affinity(ask))
-        usable = plans.usable if ask.may_wait else plans.usable & ~plans.waits
-        costs = np.where(usable, plans.terms.sum(axis=0), np.inf).ravel()
+            found = found.only(int(pool[place]))
+        work = self._work(ask, depths, ready)
+        prefix = self._prefix(ask, depths, is_cost, now)
+        priced = plan_all(table, self.lanes, found.parts, prefix, work, self._weights, self._terms_room())
+        costs, waits = priced.costs.ravel(), priced.waits.ravel()
+        if not ask.may_wait:
+            costs[waits] = inf
         chosen = lowest(costs, self._chance)
-        if plans.waits.ravel()[chosen]:
+        if waits[chosen]:
             return None
-        return self._decide(part, plans, costs, chosen, best_depth, ask.num_tokens, part.reason)
+        way, slot = divmod(chosen, len(depths))
+        fetched = int(priced.fetched[way, slot])
+        fetch = None
+        if fetched:
+            fetch = Fetch(table.key(holder_of(table, prefix, slot)), int(prefix.depths[slot]) + fetched)
+        return self._decide(priced, prefix, way, slot, fetch, work, found.reason)
 
     def choose_decode(self, ask: RouteAsk, source: WorkerKey, now: float) -> Decision | None:
         """The decode worker for a prefill that has started at `source` (SPEC E7); None when there is none."""
@@ -167,19 +169,18 @@ class Router:
         if not pool.any():
             return None
         depths = self._depths(ask)
-        best_depth = int((depths * pool).max(initial=0))
-        terms = decode_all(table, self.lanes, depths, self._work(ask, best_depth), self.settings, at)
-        costs = np.where(pool, terms.sum(axis=0), np.inf)
+        work = self._work(ask, depths, pool)
+        terms, costs = decode_all(table, self.lanes, pool, depths, work, self._weights, at)
         if self.policy is Policy.COST:
             slot = lowest(costs, self._chance)
         else:
             slots = np.flatnonzero(pool)
             place = choose_by(self.policy, queued_tokens(table, slots), depths[slots], self._turn, self._chance)
             slot = int(slots[place])
-        nothing = np.zeros((1, len(depths)), np.int64)
-        nobody = np.zeros(len(depths), np.bool_)
-        plans = Plans(terms[:, None], pool[None], depths, nothing, int, nothing > 0, nobody, nobody)
-        return self._decide(None, plans, costs, slot, best_depth, ask.num_tokens, "late")
+        n = len(depths)
+        nothing = np.zeros((1, n), np.int64)
+        priced = Priced(terms[None], costs[None], nothing, nothing > 0, np.full((1, n), _DECODE))
+        return self._decide(priced, self._prefix(ask, depths, False, now), 0, slot, None, work, "late")
 
     def can_place(self, mode: Mode, most_tokens: int) -> bool:
         """Whether there is a plan for a request that may need so many tokens of KV."""
@@ -218,7 +219,7 @@ class Router:
         )
         seq = table.book(worker, booking)
         if decision.fetch is not None and (source := table.slot(decision.fetch.source)) is not None:
-            lane_ms = float(np.max(self.lanes.block_ms(table.lane[source : source + 1], table.num_lanes)))
+            lane_ms = float(self.lanes.block_ms(table.lane[source : source + 1], table.num_lanes)[0])
             begin = max(now, self._sends_until.get(source, now))
             self._sends_until[source] = begin + 1e-3 * lane_ms * (decision.fetch.num_blocks - decision.held_blocks)
         if ask.keys and not ask.no_cache:
@@ -256,7 +257,7 @@ class Router:
         slot = self.table.slot(decision.worker)
         if slot is not None and predicted > 0.0:
             self.table.steps.observe(slot, realised_ttft_ms / predicted)
-        quickest = first_token_ms(np.asarray(decision.candidates.terms, np.float64), self.settings).min()
+        quickest = first_token_ms(np.asarray(decision.candidates.terms, np.float64), self.settings.queue_weight).min()
         regret = max(0.0, realised_ttft_ms - float(quickest))
         self.regret_ms += regret
         return regret
@@ -267,38 +268,21 @@ class Router:
         if slot is not None:
             self.lanes.observe(int(self.table.lane[slot]), num_blocks, took_ms)
 
-    @staticmethod
-    def explain(decision: Decision) -> list[CandidateRow]:
-        """The candidates, cheapest first."""
-        found = decision.candidates
-        costs = found.terms.sum(axis=0)
-        rows = []
-        for at in np.argsort(costs, kind="stable").tolist():
-            worker = found.roster[int(found.slots[at])]
-            assert worker is not None
-            kind, fetched = KINDS[int(found.kinds[at])], int(found.fetched_blocks[at])
-            rows.append(
-                CandidateRow(
-                    kind=kind,
-                    worker=worker,
-                    cost_ms=float(costs[at]),
-                    terms={name: float(found.terms[i, at]) for i, name in enumerate(TERMS)},
-                    cached_blocks=int(found.cached_blocks[at]),
-                    fetched_blocks=fetched,
-                    is_chosen=worker == decision.worker and kind is decision.kind,
-                )
-            )
-        return rows
-
     # ---- inside
 
     def _who(self, ask: RouteAsk) -> tuple[Mask, Eligible | None]:
         """Those that are ready, and their parts. Closed and avoided ones count only when it cannot be done without."""
+        table = self.table
+        is_usual = not ask.excluded and not ask.avoided and ask.most_tokens <= table.least_capacity_tokens
+        if is_usual and (known := self._usual.get(ask.mode)) is not None and known[0] == table.version:
+            return known[1], known[2]
         ready = ready_mask(self.table, ask.most_tokens, ask.excluded, ask.avoided)
         part = eligible(self.table, ask.mode, ready)
         if part is None:
             ready = ready_mask(self.table, ask.most_tokens, ask.excluded, (), willing=False)
             part = eligible(self.table, ask.mode, ready)
+        if is_usual:
+            self._usual[ask.mode] = table.version, ready, part
         return ready, part
 
     def _depths(self, ask: RouteAsk) -> Ints:
@@ -306,91 +290,98 @@ class Router:
             return np.zeros(self.table.num_slots, np.int64)
         return self.index.lookup(ask.keys, self.table.num_slots)
 
-    def _coming(self, ask: RouteAsk, depths: Ints, now: float) -> Coming:
+    def _prefix(self, ask: RouteAsk, depths: Ints, may_fetch: bool, now: float) -> Prefix:
+        n = len(depths)
+        wait_ms, reads_ms, is_read = np.zeros(n), np.zeros(n), np.zeros(n, np.bool_)
+        if not may_fetch:
+            return Prefix(depths, depths, wait_ms, is_read, reads_ms, False)
         readable = self.index.told(ask.keys, depths)
-        wait_ms, is_read = np.zeros(len(depths)), np.zeros(len(depths), np.bool_)
-        for slot in np.flatnonzero(readable < depths).tolist():
-            ready_at, is_read[slot] = self.index.coming(slot, ask.keys[int(depths[slot]) - 1])
-            wait_ms[slot] = max(0.0, ready_at - now) * 1e3
-        reads_ms = np.zeros(len(depths))
+        if readable is not depths:
+            for slot in np.flatnonzero(readable < depths).tolist():
+                ready_at, is_read[slot] = self.index.coming(slot, ask.keys[int(depths[slot]) - 1])
+                wait_ms[slot] = max(0.0, ready_at - now) * 1e3
+            if not ask.may_wait:
+                # Sent now, it would not wait for what is being read there.
+                depths = np.where(is_read, readable, depths)
+                is_read[:] = False
         for slot, until in self._sends_until.items():
             reads_ms[slot] = max(0.0, until - now) * 1e3
-        return Coming(readable, wait_ms, is_read, reads_ms)
+        return Prefix(depths, readable, wait_ms, is_read, reads_ms, True)
 
-    def _work(self, ask: RouteAsk, best_depth: int) -> Work:
-        left_ms = None if ask.time_left_s is None else ask.time_left_s * 1e3
-        return Work(ask.num_tokens, ask.expected_output_tokens, best_depth, self._busy, left_ms)
-
-    def _affinity(self, ask: RouteAsk) -> Affinity:
+    def _work(self, ask: RouteAsk, depths: Ints, usable: Mask) -> Work:
         home = self._sessions.get((ask.tenant, ask.session)) if ask.session else None
         session = self.table.slot(home) if home else None
-        adapter = None
+        adapter = _NO_ADAPTER
         if ask.adapter and (workers := self._adapters.get(ask.adapter)):
             adapter = np.zeros(self.table.num_slots, np.bool_)
             adapter[[slot for key in workers if (slot := self.table.slot(key)) is not None]] = True
-        return Affinity(session, adapter)
+        return Work(
+            num_tokens=ask.num_tokens,
+            output_tokens=ask.expected_output_tokens,
+            best_depth=int((depths * usable).max(initial=0)),
+            busy=self._busy,
+            time_left_ms=inf if ask.time_left_s is None else ask.time_left_s * 1e3,
+            session=-1 if session is None else session,
+            adapter=adapter,
+        )
 
-    def _note_busy(self, part: Eligible, now: float) -> None:
-        starts = part.prefill | part.whole
-        share = float((starts & (self.table.queue_ms[: len(starts)] > 0.0)).sum() / starts.sum())
+    def _note_busy(self, parts: Parts, now: float) -> None:
+        starts = parts.prefill | parts.whole
+        waited = np.count_nonzero(self.table.queue_ms[: len(starts)][starts])
+        share = waited / np.count_nonzero(starts)
         passed = 0.0 if self._busy_at is None else max(0.0, now - self._busy_at)
         self._busy_at = now
         self._busy += (1.0 - 0.5 ** (passed / self.settings.busy_half_life_s)) * (share - self._busy)
 
     def _decide(
-        self,
-        part: Eligible | None,
-        plans: Plans,
-        costs: Floats,
-        chosen: int,
-        best_depth: int,
-        num_tokens: int,
-        reason: str,
+        self, priced: Priced, prefix: Prefix, way: int, slot: int, fetch: Fetch | None, work: Work, reason: str
     ) -> Decision:
-        """`chosen`: a place in `costs`, which is [k * n]; `part`: None for a decode worker."""
-        table, n = self.table, len(plans.depths)
-        row, slot = divmod(chosen, n)
-        held = int(plans.depths[slot])
-        fetched = int(plans.fetched[row, slot])
-        fetch = Fetch(table.key(plans.source(slot)), held + fetched) if fetched else None
-        kind = PlanKind.DECODE if part is None else KINDS[int(plans.kinds(row, slot))]
-        terms = plans.terms[:, row, slot]
+        table, kind = self.table, KINDS[int(priced.kinds[way, slot])]
+        held = int(prefix.depths[slot])
+        cached = fetch.num_blocks if fetch else held
+        terms = priced.terms[way, slot]
         booked_ms = 0.0
-        if part is not None:
-            start = min((held + fetched) * int(table.block_size[slot]), num_tokens - 1)
-            booked_ms = table.steps.share_ms(slot, num_tokens - start, start)
+        if kind is not PlanKind.DECODE:
+            start = min(cached * int(table.block_size[slot]), work.num_tokens - 1)
+            booked_ms = table.steps.share_ms(slot, work.num_tokens - start, start)
         return Decision(
             kind=kind,
             worker=table.key(slot),
             whole=kind in (PlanKind.WHOLE, PlanKind.FETCH_WHOLE, PlanKind.HOLDER_WHOLE),
             fetch=fetch,
             reason=reason,
-            cost_ms=float(costs[chosen]),
+            cost_ms=float(priced.costs[way, slot]),
             terms=tuple(terms.tolist()),
             held_blocks=held,
-            cached_blocks=held + fetched,
-            predicted_ttft_ms=float(first_token_ms(terms, self.settings)),
+            cached_blocks=cached,
+            predicted_ttft_ms=float(first_token_ms(terms, self.settings.queue_weight)),
             booked_ms=booked_ms,
-            diverged_at_block=best_depth,
-            candidates=self._keep(part, plans, costs),
+            diverged_at_block=work.best_depth,
+            candidates=self._keep(priced, prefix),
         )
 
-    def _keep(self, part: Eligible | None, plans: Plans, costs: Floats) -> Candidates:
+    def _terms_room(self) -> Floats:
+        """What a choice fills in anew: asking the system for so much memory each time is dearer than the choice."""
+        if self._terms.shape[1] < self.table.num_slots:
+            self._terms = np.zeros((NUM_WAYS, 2 * self.table.num_slots, NUM_TERMS))
+        return self._terms
+
+    def _keep(self, priced: Priced, prefix: Prefix) -> Candidates:
         """The cheapest candidates' columns."""
-        n, most = len(plans.depths), self.settings.most_explained
-        at = np.isfinite(costs).nonzero()[0]
+        most = self.settings.most_explained
+        costs = priced.costs.ravel()
+        at = np.flatnonzero(costs < inf)
         considered = len(at)
         if considered > most:
             at = at[np.argpartition(costs[at], most)[:most]]
-        rows, slots = np.divmod(at, n)
-        fetched = plans.fetched[rows, slots]
-        kinds = np.full(len(at), _DECODE) if part is None else plans.kinds(rows, slots)
+        ways, slots = np.divmod(at, priced.costs.shape[1])
+        fetched = priced.fetched.ravel()[at]
         return Candidates(
             self.table.roster,
-            kinds.astype(np.int8),
+            priced.kinds.ravel()[at].astype(np.int8),
             slots.astype(np.int32),
-            (plans.depths[slots] + fetched).astype(np.int32),
+            (prefix.depths[slots] + fetched).astype(np.int32),
             fetched.astype(np.int32),
-            plans.terms.reshape(len(TERMS), -1)[:, at].astype(np.float32),
+            priced.terms[ways, slots].astype(np.float32),
             considered,
         )

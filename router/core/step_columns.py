@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numba import njit
 
 from headrace.core.step_shape import GENERIC_S, KNOTS, NUM_FEATURES
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from router.core.arrays import Floats, Ints
 
 _NUM_KNOTS = len(KNOTS)
 _WIDTHS = np.array([*(b - a for a, b in pairwise(KNOTS)), KNOTS[-1]], np.float64)
 _KNOTS = np.array(KNOTS, np.int64)
-_AT = np.searchsorted(_KNOTS, np.arange(KNOTS[-1] + 1), side="right") - 1
-"""Rows -> piece, up to the last knot; 0 rows count as one."""
-_AT[0] = 0
 _PACE_NEW = 0.1
 _PACE_LIMIT = 1e4
 _OWN = ("token_ms", "step_ms", "next_step_ms", "context_ms", "beside_ms", "chunk_ms", "pair_ms", "prompt_ms")
@@ -48,6 +43,10 @@ class StepColumns:
     """A pair of tokens that a prefill's attention looks at."""
     prompt_ms: Floats
     """Sampling the first token."""
+    at_zero: Floats
+    """[slots, pieces], as `slope`: a step of r rows takes at_zero + slope * r, of the piece of `knots` that r is in."""
+    slope: Floats
+    knots: Ints = _KNOTS
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk = chunk_tokens
@@ -60,20 +59,17 @@ class StepColumns:
         """Realised over predicted time, of those that tell no costs; None: nothing of it was seen yet."""
         self._dirty: set[int] = set()
         self._is_average_old = False
-        # A step of `rows` rows takes at_zero + slope * rows, of the piece that those rows are in.
-        self._at_zero = np.zeros((0, _NUM_KNOTS))
-        self._slope = np.zeros((0, _NUM_KNOTS))
+        self.at_zero = np.zeros((0, _NUM_KNOTS))
+        self.slope = np.zeros((0, _NUM_KNOTS))
         for name in _OWN:
             setattr(self, name, np.zeros(0))
-        self._row_starts = np.zeros(0, np.int64)
 
     def grow(self, size: int) -> None:
-        for name in (*_OWN, "has_own", "_rows", "_context", "_costs", "_at_zero", "_slope"):
+        for name in (*_OWN, "has_own", "_rows", "_context", "_costs", "at_zero", "slope"):
             old = getattr(self, name)
             new = np.zeros((size, *old.shape[1:]), old.dtype)
             new[: len(old)] = old
             setattr(self, name, new)
-        self._row_starts = np.arange(size) * _NUM_KNOTS
 
     def tell(self, slot: int, costs_s: Sequence[float], rows: int, context: int) -> None:
         """A worker's costs, seconds of each feature (empty: not told), and its decodes."""
@@ -115,23 +111,10 @@ class StepColumns:
                 self._lay_out(np.array(list(self._pace)), np.outer(paces, costs))
                 self._dirty.update(self._pace)
         if self._dirty:
-            self._derive(np.array(list(self._dirty)))
+            own = tuple(getattr(self, name) for name in _OWN)
+            cost = (self._costs, self.at_zero, self.slope, self.knots)
+            _derive(np.array(list(self._dirty)), self._chunk, self._rows, self._context, *cost, own)
             self._dirty.clear()
-
-    def prefill_ms(self, tokens: Ints, start: Ints) -> tuple[Floats, Floats]:
-        """Of `tokens` (at least 1) prompt tokens after `start` cached ones, [..., n] over the first n slots: the time
-        beside that worker's decodes, and how much of it those would have taken anyway.
-        """
-        count = tokens.shape[-1]
-        full, rest = np.divmod(tokens, self._chunk)
-        rows = rest + self._rows[:count]
-        at = _AT.take(np.minimum(rows, KNOTS[-1])) + self._row_starts[:count]
-        last = self._at_zero.take(at) + self._slope.take(at) * rows
-        has_rest = rest > 0
-        steps = full + has_rest
-        total = full * self.chunk_ms[:count] + has_rest * last + steps * self.beside_ms[:count]
-        total += self.pair_ms[:count] * (tokens * (start + 0.5 * tokens)) + self.prompt_ms[:count]
-        return total, steps * self.step_ms[:count]
 
     def share_ms(self, slot: int, tokens: int, start: int) -> float:
         """What those tokens add to the work ahead of others there: they share full steps with other prompts."""
@@ -148,25 +131,34 @@ class StepColumns:
         pieces = self._costs[slots, 1 : _NUM_KNOTS + 1]
         slopes = pieces / _WIDTHS
         ends = self._costs[slots, :1] + np.cumsum(pieces, axis=1)
-        self._slope[slots] = slopes
-        self._at_zero[slots] = ends - slopes * (_KNOTS + _WIDTHS)
+        self.slope[slots] = slopes
+        self.at_zero[slots] = ends - slopes * (_KNOTS + _WIDTHS)
 
-    def _derive(self, slots: Ints) -> None:
-        rows, context = self._rows[slots], self._context[slots]
-        decode_row, decode_token, prefill_row, pair, sampled_row = self._costs[slots, _NUM_KNOTS + 1 :].T
+
+@njit(cache=True)
+def _derive(slots, chunk, rows_of, context_of, costs, at_zero, slope, knots, to):  # type: ignore[no-untyped-def]
+    """Fills in `_OWN`, in that order, of some slots. costs: [slots, features] milliseconds."""
+    token_ms, step_ms, next_step_ms, context_ms, beside_ms, chunk_ms, pair_ms, prompt_ms = to
+    last = len(knots)
+    for slot in slots:
+        rows, context = rows_of[slot], context_of[slot]
+        decode_row, decode_token, prefill_row, pair, sampled_row = costs[slot, last + 1 :]
         beside = decode_row * rows + decode_token * context
         sampled = sampled_row * rows
-        self.token_ms[slots] = self._slope[slots, -1]
-        now, one_more, with_chunk = self._rows_ms(slots, np.array((rows, rows + 1, rows + self._chunk)))
-        self.step_ms[slots] = (rows > 0) * (now + beside + sampled)
-        self.next_step_ms[slots] = one_more + beside + decode_row + sampled + sampled_row
-        self.context_ms[slots] = decode_token
-        self.beside_ms[slots] = beside + sampled + prefill_row
-        self.chunk_ms[slots] = with_chunk
-        self.pair_ms[slots] = pair
-        self.prompt_ms[slots] = sampled_row
-
-    def _rows_ms(self, slots: Ints, rows: Ints) -> Floats:
-        """rows: [k, n] of n slots."""
-        at = _AT[np.minimum(rows, KNOTS[-1])]
-        return np.asarray(self._at_zero[slots, at] + self._slope[slots, at] * rows)
+        token_ms[slot] = slope[slot, last - 1]
+        step_ms[slot] = 0.0
+        for count in (rows, rows + 1, rows + chunk):
+            piece = 0
+            while piece + 1 < last and knots[piece + 1] <= count:
+                piece += 1
+            rows_ms = at_zero[slot, piece] + slope[slot, piece] * count
+            if count == rows:
+                step_ms[slot] = rows_ms + beside + sampled if rows else 0.0
+            elif count == rows + chunk:
+                chunk_ms[slot] = rows_ms
+            if count == rows + 1:
+                next_step_ms[slot] = rows_ms + beside + decode_row + sampled + sampled_row
+        context_ms[slot] = decode_token
+        beside_ms[slot] = beside + sampled + prefill_row
+        pair_ms[slot] = pair
+        prompt_ms[slot] = sampled_row

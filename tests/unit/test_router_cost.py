@@ -11,6 +11,7 @@ import pytest
 from headrace.core.records import CacheChange, Role, WorkerLoad
 from headrace.core.step_shape import KNOTS, NUM_FEATURES
 from router.core.decision import Decision, PlanKind, RouteAsk
+from router.core.explained import candidate_rows
 from router.core.placement import Mode, WorkerKey
 from router.core.router import Router
 from router.core.settings import RoutingSettings
@@ -64,7 +65,7 @@ def choose(made: Router, what: RouteAsk | None = None, now: float = 0.0) -> Deci
 
 def terms(made: Router, decision: Decision, term: str) -> dict[str, float]:
     """Worker -> milliseconds of the term in its plan without a fetch."""
-    rows = [row for row in made.explain(decision) if not row.fetched_blocks]
+    rows = [row for row in candidate_rows(decision) if not row.fetched_blocks]
     return {row.worker.worker_id: pytest.approx(row.terms[term], rel=1e-5) for row in rows}
 
 
@@ -280,7 +281,7 @@ def test_explain_shows_every_candidate_cheapest_first_and_its_terms_add_up() -> 
     hold(made, "p1", 50)
     hold(made, "d0", 60)
     decision = choose(made, ask(output=100, mode=Mode.AUTO))
-    rows = made.explain(decision)
+    rows = candidate_rows(decision)
     kinds = {(row.worker.worker_id, row.kind) for row in rows}
     assert kinds == {
         *(("p0", PlanKind.PAIR), ("p0", PlanKind.FETCH_PAIR), ("p1", PlanKind.PAIR), ("p1", PlanKind.FETCH_PAIR)),
@@ -297,6 +298,6 @@ def test_what_is_kept_for_explain_is_bounded_and_names_workers_that_are_gone() -
     decision = choose(made)
     made.worker_down(key("c0"))
     made.worker_up(key("c99"), Role.COLOCATED, 1000, BLOCK)
-    rows = made.explain(decision)
+    rows = candidate_rows(decision)
     assert [row.worker.worker_id for row in rows] == ["c0", "c1", "c2", "c3", "c4"]
     assert decision.candidates.considered == 20

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
+from router.core.cost import prefill_ms
 from router.core.decision import Decision, PlanKind, RouteAsk
+from router.core.explained import candidate_rows
 from router.core.fleet_table import Booking, FleetTable
 from router.core.placement import Mode, WorkerKey
 from router.core.policies import Policy
@@ -173,7 +175,7 @@ def test_prefix_only_takes_the_longest_prefix_whatever_its_load() -> None:
 def test_every_policy_tells_a_whole_decision_and_chooses_late(policy: Policy) -> None:
     made = router("p0", "p1", "d0", "d1", policy=policy)
     decision = choose(made)
-    assert decision.kind is PlanKind.PAIR and decision.booked_ms > 0.0 and made.explain(decision)
+    assert decision.kind is PlanKind.PAIR and decision.booked_ms > 0.0 and candidate_rows(decision)
     late = made.choose_decode(ask(), decision.worker, 0.0)
     assert late is not None and late.kind is PlanKind.DECODE and late.worker in (key("d0"), key("d1"))
 
@@ -305,13 +307,12 @@ def test_columns_agree_with_the_cost_table_of_one_worker() -> None:
     table.steps.refresh()
     count = table.num_slots
     for tokens in (1, 3, 511, 512):
-        start = np.full(count, 100)
-        got, alone = table.steps.prefill_ms(np.full(count, tokens), start)
         for slot in range(count):
+            got, alone = prefill_ms.py_func(table.columns, slot, tokens, 100, 512)
             rows, context = int(table.rows[slot]), int(table.context[slot])
             shape = StepShape(rows, context, 1, tokens, chunk_pairs(100, tokens), rows + 1)
-            assert got[slot] == pytest.approx(1e3 * one.cost_s(shape), abs=1e-3)
+            assert got == pytest.approx(1e3 * one.cost_s(shape), abs=1e-3)
             idle = StepShape(rows, context, 0, 0, 0, rows)
-            assert alone[slot] == pytest.approx(1e3 * one.cost_s(idle), abs=1e-6)
-    longer, _ = table.steps.prefill_ms(np.full(count, 2000), np.zeros(count, np.int64))
-    assert (longer > 3 * table.steps.chunk_ms[:count]).all()
+            assert alone == pytest.approx(1e3 * one.cost_s(idle), abs=1e-6)
+    for slot in range(count):
+        assert prefill_ms.py_func(table.columns, slot, 2000, 0, 512)[0] > 3 * table.steps.chunk_ms[slot]
