@@ -24,14 +24,15 @@ def show(console: Console, deployment: Deployment, processes: Sequence[ProcessVi
     gateway: GatewayReady | None = None
     for view in processes:
         if isinstance(view.ready, GatewayReady):
-            gateway = view.ready
-            table.add_row(view.slot, str(view.pid), f"grpc {gateway.grpc_address}\nhttp {gateway.http_address}")
+            gateway = gateway or view.ready
+            own = f"grpc {view.ready.grpc_address}\nhttp {view.ready.http_address}"
+            table.add_row(view.slot, str(view.pid), own)
         elif isinstance(view.ready, WorkerReady):
             ready, threads = view.ready, str(specs[view.slot].threads)
             table.add_row(view.slot, str(view.pid), ready.address, threads, _pool(ready), _lane(ready), _memory(ready))
     console.print()
     console.print(table)
-    served = deployment.gateway
+    served = deployment.gateways[0]
     exact = "on" if any(worker.exact for worker in deployment.workers) else "off"
     console.print(
         f"\n[bold]{served.served_model_name}[/bold] ready in {start_s:.1f} s\n"
@@ -39,6 +40,9 @@ def show(console: Console, deployment: Deployment, processes: Sequence[ProcessVi
         f"max_model_len {served.max_model_len}{_weights(processes)}"
     )
     if gateway is not None:
+        if len(deployment.gateways) > 1:
+            grpc, http = gateway.client_addresses
+            console.print(f"clients go to grpc {grpc}, http {http}: each connection to one of the gateways")
         _try(console, gateway, served.served_model_name, needs_key=bool(served.api_keys))
         if not gateway.grpc_address.startswith(("127.", "localhost")) and not served.api_keys:
             console.print("[yellow]Anyone who reaches this machine may use it: set --api-key.[/yellow]")
@@ -46,12 +50,12 @@ def show(console: Console, deployment: Deployment, processes: Sequence[ProcessVi
 
 
 def _try(console: Console, gateway: GatewayReady, model: str, *, needs_key: bool) -> None:
-    grpc_address = reachable(gateway.grpc_address)
+    grpc_address, http_address = map(reachable, gateway.client_addresses)
     address = "" if grpc_address.endswith(":50051") else f" --address {grpc_address}"
     key = " --api-key KEY" if needs_key else ""
     header = ' -H "Authorization: Bearer KEY"' if needs_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    url = f"http://{reachable(gateway.http_address)}/v1/chat/completions"
+    url = f"http://{http_address}/v1/chat/completions"
     console.print("Try:")
     for line in (
         f'headrace generate --explain{address}{key} "What is the capital of France?"',

@@ -76,9 +76,9 @@ class Controller:
     ) -> None:
         """`on_event` gets one line for people; `on_members` is called when the set of serving processes changed."""
         settings = deployment.cluster
-        self._specs: dict[str, Spec] = {spec.worker_id: spec for spec in deployment.workers}
-        self._specs[deployment.gateway.gateway_id] = deployment.gateway
-        self._token = deployment.gateway.cluster_token
+        self._specs: dict[str, Spec] = {spec.gateway_id: spec for spec in deployment.gateways}
+        self._specs |= {spec.worker_id: spec for spec in deployment.workers}
+        self._token = deployment.gateways[0].cluster_token
         self._backend = backend
         self._clock = clock
         self._new_id = new_id
@@ -91,8 +91,9 @@ class Controller:
             restart_max_s=settings.restart_max_s,
             restart_reset_s=settings.restart_reset_s,
         )
-        roles = {spec.worker_id: (Kind.WORKER, spec.role.value) for spec in deployment.workers}
-        self._desired = Desired(slots={**roles, deployment.gateway.gateway_id: (Kind.GATEWAY, "")})
+        gateways = {spec.gateway_id: (Kind.GATEWAY, "") for spec in deployment.gateways}
+        workers = {spec.worker_id: (Kind.WORKER, spec.role.value) for spec in deployment.workers}
+        self._desired = Desired(slots=gateways | workers)
         self._observed = Observed()
         self._handles: dict[str, Handle] = {}
         self._ready: dict[str, Ready] = {}
@@ -212,14 +213,15 @@ class Controller:
     async def _push(self, action: PushMembers) -> None:
         slot = self._observed.slots[action.slot]
         peer = self._peers.get(action.incarnation)
-        accepted = peer is not None and await peer.push(action.version, action.members)
+        siblings = tuple(gateway for gateway in action.gateways if gateway.name != action.slot)
+        accepted = peer is not None and await peer.push(action.version, action.members, siblings)
         lifecycle.note_pushed(slot, action.incarnation, action.version, accepted, self._clock(), self._policy)
         self._wake.set()
 
     # ---- what others see
 
     def _is_serving(self) -> bool:
-        """Every desired process is ready and every gateway holds a session with every worker."""
+        """Every desired process is ready and every gateway, open to clients, holds a session with every worker."""
         slots = self._observed.slots
         workers = {member.incarnation for member in members_of(self._observed)}
         return all(name in slots and slots[name].state is SlotState.READY for name in self._desired.slots) and all(
@@ -244,17 +246,12 @@ class Controller:
             if self._first_fault is not None:
                 raise StartupError(self._first_fault)
             if self._clock() >= end:
-                raise StartupError("the gateway does not reach all workers")
+                raise StartupError("not every gateway reaches all workers")
             await asyncio.sleep(0.02)
 
     def processes(self) -> list[ProcessView]:
-        """All slots, gateway first, then workers in the order of the configuration."""
-        views = []
-        for name in reversed(self._desired.slots):
-            if self._desired.slots[name][0] is Kind.GATEWAY:
-                views.append(self._view(name))
-        views += [self._view(name) for name, (kind, _) in self._desired.slots.items() if kind is Kind.WORKER]
-        return views
+        """All slots, gateways first, in the order of the configuration."""
+        return [self._view(name) for name in self._desired.slots]
 
     def members(self) -> tuple[MemberView, ...]:
         return members_of(self._observed)

@@ -7,11 +7,9 @@ order, and the guardian ends the rest.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Console
 
-from cluster import banner, prepare, ready_file
+from cluster import banner, client_ports, prepare, ready_file
 from cluster.backend import Backend
 from cluster.config import Deployment, ServeConfig, kept_secret, read_machine, read_model_facts, resolve
 from cluster.controller import Controller
@@ -49,18 +47,18 @@ def serve(config: ServeConfig, ready_path: Path | None = None, console: Console 
 
 async def _serve(config: ServeConfig, ready_path: Path | None, console: Console, began: float) -> int:
     prepare.check_path(config.model.path)
-    check_ports(config.gateway.host, config.gateway.grpc_port, config.gateway.http_port)
     if ready_path is not None and not ready_path.parent.is_dir():
         raise StartupError(f"--ready-file: {ready_path.parent}: no such directory")
-    run_dir = RunDir([ready_path] if ready_path else [])
-    try:
-        with _Signals(run_dir, console) as signals:
-            await _Launch(config, ready_path, console, began, run_dir, signals).run()
-    finally:
-        keep_logs = bool(os.environ.get("HEADRACE_KEEP_LOGS"))
-        await asyncio.to_thread(run_dir.close, keep_logs=keep_logs)
-        if keep_logs:
-            console.print(f"logs: {run_dir.path}")
+    with client_ports.held(config.gateway) as ports:
+        run_dir = RunDir([ready_path] if ready_path else [])
+        try:
+            with _Signals(run_dir, console) as signals:
+                await _Launch(config, ports, ready_path, console, began, run_dir, signals).run()
+        finally:
+            keep_logs = bool(os.environ.get("HEADRACE_KEEP_LOGS"))
+            await asyncio.to_thread(run_dir.close, keep_logs=keep_logs)
+            if keep_logs:
+                console.print(f"logs: {run_dir.path}")
     return 0
 
 
@@ -101,6 +99,7 @@ class _Signals:
 @dataclass(slots=True)
 class _Launch:
     config: ServeConfig
+    ports: tuple[int, int]
     ready_path: Path | None
     console: Console
     began: float
@@ -111,10 +110,18 @@ class _Launch:
         backend = await asyncio.to_thread(_make_backend, self.config, self.run_dir)
         try:
             with self.console.status("preparing the model and the cluster"):
-                deployment = await _prepare(self.config, backend)
+                deployment = self._placed(await _prepare(self.config, backend))
             await self._operate(deployment, backend)
         finally:
             await backend.close()
+
+    def _placed(self, deployment: Deployment) -> Deployment:
+        """With what only the running launcher knows."""
+        here: dict[str, object] = {"run_dir": str(self.run_dir.path)}
+        if len(deployment.gateways) > 1:
+            here |= {"shared_grpc_port": self.ports[0], "shared_http_port": self.ports[1]}
+        gateways = tuple(gateway.model_copy(update=here) for gateway in deployment.gateways)
+        return deployment.model_copy(update={"gateways": gateways})
 
     async def _operate(self, deployment: Deployment, backend: Backend) -> None:
         controller = Controller(
@@ -139,7 +146,7 @@ class _Launch:
 
     def _write_ready(self, deployment: Deployment, controller: Controller) -> None:
         if self.ready_path is not None:
-            model = deployment.gateway.served_model_name
+            model = deployment.gateways[0].served_model_name
             ready_file.write(self.ready_path, ready_file.render(model, os.getpid(), controller.processes()))
 
 
@@ -182,19 +189,3 @@ def _make_backend(config: ServeConfig, run_dir: RunDir) -> Backend:
     return RayBackend(
         address=config.cluster.address, temp_dir=str(run_dir.path), namespace=f"headrace-{run_dir.path.name}"
     )
-
-
-def check_ports(host: str, grpc_port: int, http_port: int) -> None:
-    """Raises StartupError for a port that is taken or an address that is not this machine's."""
-    for field, port, flag in (
-        ("gateway.grpc_port", grpc_port, "--grpc-port"),
-        ("gateway.http_port", http_port, "--http-port"),
-    ):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                hint = f"; choose another with {flag}" if error.errno == errno.EADDRINUSE else ""
-                raise StartupError(f"{field}: {host}:{port}: {error.strerror or error}{hint}") from None

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.core.lifecycle import Kind
-from cluster.core.reconcile import MemberView
+from cluster.core.reconcile import MemberView, SiblingView
 from headrace.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 PROBE_TIMEOUT_S = 1.5
@@ -46,22 +46,24 @@ class Peer:
         return True
 
     async def connected(self) -> frozenset[str] | None:
-        """Gateways: the worker incarnations it holds a session with; None without an answer."""
+        """Gateways: the worker incarnations it holds a session with, none before clients can reach it; None without an
+        answer."""
         try:
             status = await self._admin.Status(
-                admin_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S, metadata=self._metadata
+                admin_pb2.StatusRequest(alone=True), timeout=STATUS_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.aio.AioRpcError:
             return None
-        return frozenset(view.incarnation for view in status.workers if view.connected)
+        return frozenset(view.incarnation for view in status.workers if view.connected and status.gateway.open)
 
-    async def push(self, version: int, members: tuple[MemberView, ...]) -> bool:
+    async def push(self, version: int, members: tuple[MemberView, ...], siblings: tuple[SiblingView, ...] = ()) -> bool:
         request = admin_pb2.SetMembersRequest(
             version=version,
             members=[
                 admin_pb2.Member(worker_id=m.worker_id, incarnation=m.incarnation, address=m.address, role=m.role)
                 for m in members
             ],
+            siblings=[admin_pb2.Sibling(name=s.name, incarnation=s.incarnation, address=s.address) for s in siblings],
         )
         try:
             await self._admin.SetMembers(request, timeout=PUSH_TIMEOUT_S, metadata=self._metadata)

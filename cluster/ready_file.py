@@ -8,26 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.controller import ProcessView
-from cluster.core.lifecycle import Kind
 from cluster.peer import reachable
 from router.spec import GatewayReady
 from workers.spec import WorkerReady
 
 
 def render(model: str, launcher_pid: int, processes: Sequence[ProcessView]) -> str:
-    """`{model, pid, grpc, http, gateway, workers}`: only processes that serve; grpc and http are where to connect."""
-    gateways = [view for view in processes if view.kind is Kind.GATEWAY and isinstance(view.ready, GatewayReady)]
-    gateway = gateways[0] if gateways else None
-    ready = gateway.ready if gateway is not None else None
+    """`{model, pid, grpc, http, gateways, workers}`: only processes that serve; grpc and http are where clients
+    connect.
+    """
+    gateways = [(view, view.ready) for view in processes if isinstance(view.ready, GatewayReady)]
+    grpc, http = gateways[0][1].client_addresses if gateways else (None, None)
     return json.dumps(
         {
             "model": model,
             "pid": launcher_pid,
-            "grpc": reachable(ready.grpc_address) if isinstance(ready, GatewayReady) else None,
-            "http": f"http://{reachable(ready.http_address)}" if isinstance(ready, GatewayReady) else None,
-            "gateway": {"pid": gateway.pid, "incarnation": gateway.incarnation, "restarts": gateway.deaths}
-            if gateway is not None
-            else None,
+            "grpc": grpc and reachable(grpc),
+            "http": http and f"http://{reachable(http)}",
+            "gateways": [
+                {
+                    "name": view.slot,
+                    "pid": view.pid,
+                    "incarnation": view.incarnation,
+                    "restarts": view.deaths,
+                    "grpc": reachable(ready.grpc_address),
+                    "http": f"http://{reachable(ready.http_address)}",
+                }
+                for view, ready in gateways
+            ],
             "workers": [
                 {**view.ready.model_dump(mode="json"), "restarts": view.deaths}
                 for view in processes

@@ -34,6 +34,8 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
+    # A connection of its own: gateways that share an address share clients by connection.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
@@ -222,7 +224,7 @@ class HeadraceClient:
 
 def from_rpc_error(error: grpc.RpcError) -> HeadraceError:
     """The server's HeadraceError again; transport failures become UNAVAILABLE, unknown statuses INTERNAL."""
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return HeadraceError(Code.INTERNAL, "the call failed")
     name = error.code().name
     trailers = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}

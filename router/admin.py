@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import grpc
 
@@ -11,51 +12,90 @@ from headrace.v1 import admin_pb2_grpc as rpc
 from router.auth import Authenticator, cluster_token_ok
 from router.core.audit import GatewayAccount, WorkerAccount, findings
 from router.gateway import Gateway
+from router.siblings import Siblings
 
 SAMPLE_GAP_S = 0.25
+WORKER_ANSWER_S = 2.0
+CLEAR_WAIT_S = 5.0
+"""For other gateways that clear at the same time."""
+CLEAR_RETRY_S = 0.01
+
+
+@dataclass(slots=True)
+class Presence:
+    """Where this gateway listens itself, and whether it answers where clients go."""
+
+    grpc_address: str = ""
+    http_address: str = ""
+    is_open: bool = False
 
 
 class AdminService(rpc.AdminServicer):
-    """Status and Audit want a key like every other call, or the cluster token; SetMembers wants the token."""
+    """Status and Audit want a key like every other call, or the cluster token; SetMembers and Account want the token.
 
-    def __init__(self, gateway: Gateway, authenticator: Authenticator) -> None:
+    Whichever gateway is asked answers for all: its siblings tell it their accounts, and a cleared cache has other
+    names at once for all of them (`router.generations`).
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        authenticator: Authenticator,
+        siblings: Siblings | None = None,
+        presence: Presence | None = None,
+    ) -> None:
         self._gateway = gateway
         self._authenticator = authenticator
+        self._siblings = siblings or Siblings()
+        self._presence = presence or Presence()
 
     async def SetMembers(
         self, request: pb.SetMembersRequest, context: grpc.aio.ServicerContext
     ) -> pb.SetMembersResponse:
-        if not self._is_cluster(context):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the cluster token is missing or wrong")
-        self._gateway.fleet.set_members(request.version, list(request.members))
+        await self._require_cluster(context)
+        if self._gateway.fleet.set_members(request.version, list(request.members)):
+            self._siblings.set_members(request.siblings)
         return pb.SetMembersResponse()
+
+    async def Account(self, request: pb.AccountRequest, context: grpc.aio.ServicerContext) -> pb.AccountResponse:
+        await self._require_cluster(context)
+        return self._account()
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusResponse:
         await self._check(context)
-        return await self._gateway.status()
+        workers, siblings = await asyncio.gather(
+            self._gateway.fleet.accounts(WORKER_ANSWER_S, audit=False),
+            self._siblings_accounts(request.alone),
+        )
+        return pb.StatusResponse(
+            model=self._gateway.spec.served_model_name,
+            gateway=self._account().gateway,
+            workers=workers,
+            siblings=[sibling.gateway for sibling in siblings],
+        )
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.AuditResponse:
         """Waits up to settle_s for quiescence; a finding counts when two samples in a row show it."""
         await self._check(context)
         await self._gateway.idle(request.settle_s or 2.0)
         end = asyncio.get_running_loop().time() + (request.settle_s or 2.0)
-        status = await self._gateway.status(audit=True)
-        found = self._findings(status)
+        gateways, views = await self._accounts()
+        found = _findings(gateways, views)
         while found:
             await asyncio.sleep(SAMPLE_GAP_S)
-            status = await self._gateway.status(audit=True)
-            again = set(self._findings(status))
+            gateways, views = await self._accounts()
+            again = set(_findings(gateways, views))
             found = [line for line in found if line in again] if again else []
             if asyncio.get_running_loop().time() >= end:
                 break
-        workers = [w.status for w in status.workers]
+        workers = [view.status for view in views]
         return pb.AuditResponse(
             clean=not found,
             findings=found,
             used_blocks=sum(w.used_blocks for w in workers),
             leases=sum(w.leases for w in workers),
             transfers=sum(w.transfers + w.handoffs for w in workers),
-            bookings=status.gateway.bookings,
+            bookings=sum(gateway.gateway.bookings for gateway in gateways),
             quarantined_blocks=sum(w.quarantined_blocks for w in workers),
         )
 
@@ -71,14 +111,41 @@ class AdminService(rpc.AdminServicer):
         if not request.all and not tenant:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "tenant: a name is needed, or all")
         try:
-            told, unreachable = self._gateway.clear_cache(None if request.all else tenant)
+            told, unreachable = await self._clear_cache(None if request.all else tenant)
         except OSError as error:
             await context.abort(grpc.StatusCode.INTERNAL, f"nothing was cleared: {error.strerror}")
         return pb.ClearCacheResponse(workers=told, unreachable=unreachable)
 
-    def _findings(self, status: pb.StatusResponse) -> list[str]:
-        gateway = GatewayAccount(self._gateway.live_ids(), status.gateway.bookings)
-        return findings(gateway, [_account(worker) for worker in status.workers])
+    async def _clear_cache(self, tenant: str | None) -> tuple[list[str], list[str]]:
+        """In turn with the other gateways. Raises OSError; nothing has changed then."""
+        end = asyncio.get_running_loop().time() + CLEAR_WAIT_S
+        while True:
+            try:
+                return self._gateway.clear_cache(tenant)
+            except BlockingIOError:
+                if asyncio.get_running_loop().time() >= end:
+                    raise
+            await asyncio.sleep(CLEAR_RETRY_S)
+
+    async def _accounts(self) -> tuple[list[pb.AccountResponse], list[pb.WorkerView]]:
+        """Of all gateways, this one first, and of all workers with who holds what."""
+        views, siblings = await asyncio.gather(
+            self._gateway.fleet.accounts(WORKER_ANSWER_S, audit=True), self._siblings.accounts()
+        )
+        return [self._account(), *siblings], views
+
+    def _account(self) -> pb.AccountResponse:
+        account, presence = self._gateway.account(), self._presence
+        account.grpc_address, account.http_address = presence.grpc_address, presence.http_address
+        account.open = presence.is_open
+        return pb.AccountResponse(gateway=account, live=self._gateway.live_ids())
+
+    async def _siblings_accounts(self, alone: bool) -> list[pb.AccountResponse]:
+        return [] if alone else await self._siblings.accounts()
+
+    async def _require_cluster(self, context: grpc.aio.ServicerContext) -> None:
+        if not self._is_cluster(context):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the cluster token is missing or wrong")
 
     def _is_cluster(self, context: grpc.aio.ServicerContext) -> bool:
         return cluster_token_ok(context.invocation_metadata(), self._gateway.spec.cluster_token)
@@ -88,7 +155,16 @@ class AdminService(rpc.AdminServicer):
             await self._authenticator.require_grpc(context)
 
 
-def _account(view: pb.WorkerView) -> WorkerAccount:
+def _findings(gateways: list[pb.AccountResponse], views: list[pb.WorkerView]) -> list[str]:
+    return findings([_of_gateway(gateway) for gateway in gateways], [_of_worker(view) for view in views])
+
+
+def _of_gateway(account: pb.AccountResponse) -> GatewayAccount:
+    gateway = account.gateway
+    return GatewayAccount(frozenset(account.live), gateway.bookings, gateway.gateway_id, answered=gateway.pid > 0)
+
+
+def _of_worker(view: pb.WorkerView) -> WorkerAccount:
     s = view.status
     return WorkerAccount(
         name=view.worker_id,

@@ -33,10 +33,10 @@ class Fleet:
     def sessions(self) -> list[WorkerSession]:
         return list(self._sessions.values())
 
-    def set_members(self, version: int, members: list[admin_pb2.Member]) -> None:
-        """Opens and closes sessions so that they match; an older version than the last is ignored."""
+    def set_members(self, version: int, members: list[admin_pb2.Member]) -> bool:
+        """Opens and closes sessions so that they match. False: older than the last, and ignored."""
         if version < self._version:
-            return
+            return False
         self._version = version
         wanted = {member.worker_id: member for member in members}
         for worker_id, session in list(self._sessions.items()):
@@ -55,6 +55,7 @@ class Fleet:
                 self._sessions[worker_id] = WorkerSession(
                     spec.gateway_id, key, member.address, spec.cluster_token, spec.liveness_s, self._sink
                 )
+        return True
 
     def pair(self) -> None:
         """Judges anew who may exchange KV: workers unlike the first connected one stay connected and unused.

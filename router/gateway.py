@@ -413,26 +413,21 @@ class Gateway:
 
     # ---- accounts and the end
 
-    async def status(self, timeout_s: float = 2.0, audit: bool = False) -> admin_pb2.StatusResponse:
-        """This gateway's counts and every worker's own account; with `audit` who holds which blocks."""
+    def account(self) -> admin_pb2.GatewayStatus:
         counters = self.counters
-        return admin_pb2.StatusResponse(
-            model=self.spec.served_model_name,
-            gateway=admin_pb2.GatewayStatus(
-                gateway_id=self.spec.gateway_id,
-                live_requests=len(self._live),
-                bookings=self.router.table.total,
-                tasks=len(asyncio.all_tasks()),
-                accepted=counters.accepted,
-                completed=counters.completed,
-                failed=counters.failed,
-                cancelled=counters.cancelled,
-                retries=counters.retries,
-                pid=os.getpid(),
-                index_entries=self.router.index.entries,
-                index_bytes=self.router.index.memory_bytes,
-            ),
-            workers=await self.fleet.accounts(timeout_s, audit),
+        return admin_pb2.GatewayStatus(
+            gateway_id=self.spec.gateway_id,
+            live_requests=len(self._live),
+            bookings=self.router.table.total,
+            tasks=len(asyncio.all_tasks()),
+            accepted=counters.accepted,
+            completed=counters.completed,
+            failed=counters.failed,
+            cancelled=counters.cancelled,
+            retries=counters.retries,
+            pid=os.getpid(),
+            index_entries=self.router.index.entries,
+            index_bytes=self.router.index.memory_bytes,
         )
 
     async def close(self) -> None:

@@ -27,13 +27,15 @@ from headrace.errors import Code, HeadraceError, InvariantError, invalid
 from headrace.process import end_process
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc
-from router.api import Delta, Explanation, GatewayService, GenerationSpec, ToolWait
+from router.api import Delta, GatewayService, GenerationSpec, ToolWait
 from router.auth import Authenticator, metadata_value
 from router.door import Door, Prompt
+from router.grpc_answer import Answer, chunk
 from router.grpc_health import ReadinessHealth
 from router.messages import parse_messages
 from router.metrics import DoorMetrics
 from router.scalars import label
+from router.siblings import Siblings
 from router.spec import GatewaySpec
 from router.validate import MAX_BIASES, Caller, Options, parse_options, steps_left, task_label, tool_wait
 
@@ -91,20 +93,25 @@ def build_server(
     *,
     metrics: DoorMetrics | None = None,
     facts: ModelFacts | None = None,
+    siblings: Siblings | None = None,
+    is_shared: bool = False,
     more_services: Sequence[str] = ("headrace.v1.Admin",),
 ) -> GrpcDoor:
-    """The door without a port yet. `more_services`: full names, for health and reflection, of what the caller adds."""
-    server = grpc.aio.server(options=server_options(spec))
+    """The door without a port yet. `is_shared`: other gateways may listen on the same port. `more_services`: full
+    names, for health and reflection, of what the caller adds.
+    """
+    server = grpc.aio.server(options=server_options(spec, is_shared))
     names = (SERVICE, *more_services)
     health_service = ReadinessHealth(gateway.ready, names)
-    servicer = InferenceServicer(Door(gateway, spec, metrics, authenticator), facts or ModelFacts())
+    door = Door(gateway, spec, metrics, authenticator)
+    servicer = InferenceServicer(door, facts or ModelFacts(), siblings or Siblings())
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return GrpcDoor(server, health_service)
 
 
-def server_options(spec: GatewaySpec) -> list[tuple[str, int]]:
+def server_options(spec: GatewaySpec, is_shared: bool = False) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -114,22 +121,25 @@ def server_options(spec: GatewaySpec) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_concurrent_streams", 2 * spec.max_live_requests),
-        # A second server on the same port must fail, not share it.
-        ("grpc.so_reuseport", 0),
+        # A second server on a port that is not shared must fail.
+        ("grpc.so_reuseport", int(is_shared)),
     ]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, door: Door, facts: ModelFacts) -> None:
+    """Of one gateway; what is asked about a request that it does not have, its siblings are asked."""
+
+    def __init__(self, door: Door, facts: ModelFacts, siblings: Siblings) -> None:
         self._door = door
         self._facts = facts
+        self._siblings = siblings
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         async with _Call(self._door, context, "Generate") as call:
             if request.HasField("tool_wait"):
                 raise invalid("tool_wait", "needs GenerateStream")
             spec, request_id = await self._prepare(request, context, call.tenant)
-            answer = _Answer(request_id, self._door.spec.served_model_name, len(spec.sampling))
+            answer = Answer(request_id, self._door.spec.served_model_name, len(spec.sampling))
             async with call.deltas(spec) as source:
                 async for delta in source:
                     answer.add(delta)
@@ -140,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             spec, request_id = await self._prepare(request, context, call.tenant)
             async with call.deltas(spec) as source:
                 async for delta in source:
-                    await context.write(_chunk(request_id, delta))
+                    await context.write(chunk(request_id, delta))
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
         async with _Call(self._door, context, "Cancel") as call:
@@ -148,7 +158,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             name = label("request_id", request.request_id)
             if not name:
                 raise invalid("request_id", "must have at least 1 character")
-            return pb.CancelResponse(cancelled=await self._door.gateway.cancel(call.tenant, name))
+            cancelled = await self._door.gateway.cancel(call.tenant, name)
+            return pb.CancelResponse(cancelled=await self._siblings.cancel(request, context) or cancelled)
 
     async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.ResumeResponse:
         async with _Call(self._door, context, "Resume") as call:
@@ -164,7 +175,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 case _:
                     raise invalid("text", "one of text or token_ids is needed")
             ids = await self._door.encode(answer)
-            self._door.gateway.resume(call.tenant, name, request.index, ids, answer.field)
+            try:
+                self._door.gateway.resume(call.tenant, name, request.index, ids, answer.field)
+            except HeadraceError as error:
+                if error.code is not Code.NOT_FOUND or (done := await self._siblings.resume(request, context)) is None:
+                    raise
+                return done
             return pb.ResumeResponse(num_tokens=len(ids))
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
@@ -175,6 +191,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise invalid("request_id", "must have at least 1 character")
             decisions = self._door.gateway.explain(call.tenant, name)
             if decisions is None:
+                if (found := await self._siblings.explain(request, context)) is not None:
+                    return found
                 raise HeadraceError(
                     Code.NOT_FOUND, "request_id: no request of this id is remembered", field="request_id"
                 )
@@ -338,68 +356,3 @@ def _check_unknown(message: Message) -> None:
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for part in [value] if isinstance(value, Message) else value:
                 _check_unknown(part)
-
-
-class _Answer:
-    """Collects the deltas of one unary call."""
-
-    def __init__(self, request_id: str, model: str, n: int) -> None:
-        self._message = pb.GenerateResponse(request_id=request_id, model=model)
-        self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._choices = [self._message.choices.add(index=index) for index in range(n)]
-
-    def add(self, delta: Delta) -> None:
-        choice = self._choices[delta.index]
-        self._texts[delta.index].append(delta.text)
-        choice.token_ids.extend(delta.token_ids)
-        if delta.finish_reason is not None:
-            choice.finish_reason = delta.finish_reason
-        _close(self._message, delta)
-
-    def message(self) -> pb.GenerateResponse:
-        for choice, texts in zip(self._choices, self._texts, strict=True):
-            choice.text = "".join(texts)
-        return self._message
-
-
-def _chunk(request_id: str, delta: Delta) -> pb.GenerateStreamResponse:
-    chunk = pb.GenerateStreamResponse(
-        request_id=request_id,
-        choices=[
-            pb.Choice(
-                index=delta.index,
-                text=delta.text,
-                token_ids=delta.token_ids,
-                finish_reason=delta.finish_reason or "",
-                paused=delta.paused,
-            )
-        ],
-    )
-    _close(chunk, delta)
-    return chunk
-
-
-def _close(message: pb.GenerateResponse | pb.GenerateStreamResponse, delta: Delta) -> None:
-    if delta.usage is not None:
-        message.usage.prompt_tokens = delta.usage.prompt_tokens
-        message.usage.completion_tokens = delta.usage.completion_tokens
-        message.usage.cached_tokens = delta.usage.cached_tokens
-    if delta.explanation is not None:
-        message.explanation.CopyFrom(_explanation(delta.explanation))
-
-
-def _explanation(explanation: Explanation) -> pb.Explanation:
-    return pb.Explanation(
-        mode=explanation.mode,
-        prefill_worker=explanation.prefill_worker,
-        decode_worker=explanation.decode_worker,
-        attempts=explanation.attempts,
-        cached_tokens=explanation.cached_tokens,
-        bytes_moved=explanation.bytes_moved,
-        lane=explanation.lane,
-        ttft_ms=explanation.ttft_ms,
-        total_ms=explanation.total_ms,
-        second_token_gap_ms=explanation.second_token_gap_ms,
-        to_first_token=[pb.Stage(name=name, ms=ms) for name, ms in explanation.to_first_token],
-        to_end=[pb.Stage(name=name, ms=ms) for name, ms in explanation.to_end],
-    )

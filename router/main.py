@@ -6,44 +6,57 @@ python -m router.main < spec.json      one line of GatewaySpec in, one line of G
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import socket
 import sys
-
-import uvicorn
 
 import kernels.environment  # noqa: F401  (first: it decides where numba keeps compiled code)
 from headrace.errors import StartupError
 from headrace.process import die_with_parent, log_to_stderr, serve
 from headrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
-from router.admin import AdminService
+from router.admin import AdminService, Presence
 from router.auth import Authenticator
 from router.core.router import warm_up
+from router.doors import Doors, bound
 from router.fleet_metrics import FleetMetrics
 from router.gateway import Gateway
 from router.grpc_api import ModelFacts, build_server
 from router.metrics import DoorMetrics
 from router.openai_api import build_app
+from router.siblings import Siblings
 from router.spec import GatewayReady, GatewaySpec
 from router.text import TextModel
 from router.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("headrace.router.main")
 
+READY_POLL_S = 0.02
+
 
 class GatewayProcess:
-    """start -> wait -> stop. Errors before readiness are StartupError with one clear line."""
+    """start -> wait -> stop. Errors before readiness are StartupError with one clear line.
+
+    A gateway with siblings has doors of its own from the start, for the controller and for whoever means this one; it
+    opens those that all share once it can place requests, so that no client meets a newcomer that knows no worker.
+    """
 
     def __init__(self, spec: GatewaySpec) -> None:
         self.spec = spec
         self.gateway: Gateway | None = None
+        self._presence = Presence()
+        self._siblings = Siblings(spec.cluster_token)
+        self._doors: list[Doors] = []
+        self._opening: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
     async def start(self) -> GatewayReady:
         spec = self.spec
-        http_socket = _listen(spec.host, spec.http_port, "http_port")
+        # Before anything expensive, so that a port in use is told at once.
+        http_socket = bound(spec.host, spec.http_port, "http_port")
+        http_socket.listen(1024)
+        if spec.shared_grpc_port is not None:
+            for port, field in ((spec.shared_grpc_port, "grpc_port"), (spec.shared_http_port or 0, "http_port")):
+                bound(spec.host, port, field, is_shared=True).close()
         # Before anybody waits for an answer, and in a thread: signals are heard.
         await asyncio.to_thread(warm_up)
         text = TextModel.load(spec.model_path, spec.chat_template)
@@ -54,35 +67,50 @@ class GatewayProcess:
         gateway.tools.on_answer = metrics.tool_wait.observe
         metrics.refresh = WorkerMetrics(gateway, metrics.registry).refresh
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
-        self._grpc = build_server(gateway, spec, authenticator, metrics=metrics, facts=facts)
-        add_AdminServicer_to_server(AdminService(gateway, authenticator), self._grpc.server)
+        admin = AdminService(gateway, authenticator, self._siblings, self._presence)
+
+        def doors(is_shared: bool) -> Doors:
+            grpc_door = build_server(
+                gateway,
+                spec,
+                authenticator,
+                metrics=metrics,
+                facts=facts,
+                siblings=self._siblings,
+                is_shared=is_shared,
+            )
+            add_AdminServicer_to_server(admin, grpc_door.server)
+            self._doors.append(Doors(grpc_door, build_app(gateway, spec, authenticator, metrics=metrics), spec.host))
+            return self._doors[-1]
+
+        own = doors(is_shared=False)
+        await own.open(spec.grpc_port, http_socket)
+        self._presence.grpc_address, self._presence.http_address = own.grpc_address, own.http_address
+        ready = GatewayReady(
+            gateway_id=spec.gateway_id, grpc_address=own.grpc_address, http_address=own.http_address, pid=os.getpid()
+        )
+        if spec.shared_grpc_port is None:
+            self._presence.is_open = True
+            return ready
+        self._opening = asyncio.create_task(self._open_shared(doors(is_shared=True)))
+        shared = {
+            "shared_grpc_address": f"{spec.host}:{spec.shared_grpc_port}",
+            "shared_http_address": f"{spec.host}:{spec.shared_http_port}",
+        }
+        return ready.model_copy(update=shared)
+
+    async def _open_shared(self, doors: Doors) -> None:
+        assert self.gateway is not None and self.spec.shared_grpc_port is not None
+        while not self.gateway.ready():
+            await asyncio.sleep(READY_POLL_S)
         try:
-            port = self._grpc.bind(f"{spec.host}:{spec.grpc_port}")
-        except RuntimeError:
-            raise StartupError(f"grpc_port: {spec.host}:{spec.grpc_port} is in use") from None
-        await self._grpc.start()
-        config = uvicorn.Config(
-            build_app(gateway, spec, authenticator, metrics=metrics),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            http="httptools",
-            timeout_keep_alive=30,
-            h11_max_incomplete_event_size=64 << 10,
-        )
-        self._http = uvicorn.Server(config)
-        self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        self._http_task = asyncio.create_task(self._http._serve(sockets=[http_socket]))
-        while not self._http.started:
-            if self._http_task.done():
-                self._http_task.result()
-            await asyncio.sleep(0.01)
-        return GatewayReady(
-            gateway_id=spec.gateway_id,
-            grpc_address=f"{spec.host}:{port}",
-            http_address=f"{spec.host}:{http_socket.getsockname()[1]}",
-            pid=os.getpid(),
-        )
+            http_socket = bound(self.spec.host, self.spec.shared_http_port or 0, "http_port", is_shared=True)
+            await doors.open(self.spec.shared_grpc_port, http_socket)
+        except StartupError as error:
+            log.error("shared_doors_closed error=%s", error)
+            self._stopped.set()  # nobody would reach it: the controller starts another
+            return
+        self._presence.is_open = True
 
     async def wait(self) -> None:
         await self._stopped.wait()
@@ -92,30 +120,16 @@ class GatewayProcess:
         gateway = self.gateway
         if gateway is None or self._stopped.is_set():
             return
+        if self._opening is not None:
+            self._opening.cancel()
         gateway.drain()
-        self._grpc.set_serving(False)
+        for doors in self._doors:
+            doors.drain()
         await gateway.idle(self.spec.drain_timeout_s)
         await gateway.close()
-        await self._grpc.stop(grace=1.0)
-        self._http.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._http_task, timeout=3.0)
+        await self._siblings.close()
+        await asyncio.gather(*(doors.close() for doors in self._doors))
         self._stopped.set()
-
-
-def _listen(host: str, port: int, field: str) -> socket.socket:
-    """A listening socket, bound before anything expensive so that a port in use is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise StartupError(f"{field}: {host}:{port}: {error.strerror}") from None
-    sock.listen(1024)
-    sock.setblocking(False)
-    return sock
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from headrace.core.records import WorkerLedger, cache_key
 from headrace.ids import RequestId
@@ -44,7 +45,7 @@ class Placing:
         """Requests without a plan, in the order in which they are tried."""
         self._spec = spec
         self._fingerprint = fingerprint
-        self._generations = Generations(cache_root() / "kv" / "generations.json" if spec.keeps_generations else None)
+        self._generations = Generations(_generations_path(spec))
         self._explanations = Explanations()
         self._tried_at = float("-inf")
 
@@ -56,8 +57,8 @@ class Placing:
 
     def cleared(self, tenant: str | None) -> None:
         """From now on the tenant's blocks (None: everybody's) have other names, so that no order of arrival lets a new
-        request hit or fetch what was cached before. Raises OSError when that cannot be kept on disk: nothing has
-        changed then."""
+        request, of whichever gateway, hit or fetch what was cached before. Raises OSError when that cannot be kept on
+        disk, BlockingIOError while another gateway is at it: nothing has changed then."""
         self._generations.next(tenant)
 
     def name_blocks(self, branch: Branch) -> None:
@@ -120,3 +121,9 @@ class Placing:
         """Of the `live` choices of a call, else of the latest call of that name that has ended."""
         choices = [Routed.of(branch.flight) for branch in live] or self._explanations.find(tenant, label)
         return list(explained(choices, self.router, self._spec.block_size)) if choices else None
+
+
+def _generations_path(spec: GatewaySpec) -> Path | None:
+    if spec.keeps_generations:
+        return cache_root() / "kv" / "generations.json"
+    return Path(spec.run_dir) / "generations.json" if spec.run_dir else None

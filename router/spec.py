@@ -40,6 +40,11 @@ class GatewaySpec(BaseModel):
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int = 8000
+    shared_grpc_port: int | None = None
+    """Where clients meet this gateway or a sibling of it, beside its own ports. None: at its own ports."""
+    shared_http_port: int | None = None
+    run_dir: str = ""
+    """A folder of the deployment's own that all its gateways see; '': none."""
     api_keys: tuple[str, ...] = ()
     """Empty: no authentication. Otherwise `key` or `tenant=key`."""
     mode: str = "auto"
@@ -75,7 +80,8 @@ class GatewaySpec(BaseModel):
     cluster_token: str
     cache_namespace_secret: str = ""
     keeps_generations: bool = False
-    """How often a tenant's cache was cleared is kept on this node's disk: some blocks outlive the gateway."""
+    """How often a tenant's cache was cleared is kept for good on this node's disk: some blocks outlive the deployment.
+    """
     controller_pid: int = 0
 
 
@@ -84,5 +90,13 @@ class GatewayReady(BaseModel):
 
     gateway_id: str
     grpc_address: str
+    """This gateway's own."""
     http_address: str
+    shared_grpc_address: str = ""
+    shared_http_address: str = ""
     pid: int = Field(gt=0)
+
+    @property
+    def client_addresses(self) -> tuple[str, str]:
+        """Where clients go: gRPC, HTTP."""
+        return self.shared_grpc_address or self.grpc_address, self.shared_http_address or self.http_address

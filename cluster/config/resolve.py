@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from cluster.config import memory
+from cluster.config import memory, ports
 from cluster.config.facts import Machine, ModelFacts
 from cluster.config.load import ConfigError
 from cluster.config.schema import ServeConfig, TenantConfig
@@ -41,7 +41,8 @@ class Deployment(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    gateway: GatewaySpec
+    gateways: tuple[GatewaySpec, ...]
+    """Equal but for their names and ports."""
     workers: tuple[WorkerSpec, ...]
     cluster: ClusterSettings
 
@@ -122,7 +123,7 @@ def resolve(
             )
     limits = config.gateway.limits
     gateway = GatewaySpec(
-        gateway_id="gateway-0",
+        gateway_id="",
         model_path=model.path,
         served_model_name=config.model.served_model_name or default_served_name(config.model.path),
         max_model_len=max_model_len,
@@ -130,8 +131,6 @@ def resolve(
         dtype=_dtype_shown(config.model.weight_format),
         chat_template=config.model.chat_template and str(Path(config.model.chat_template).absolute()),
         host=config.gateway.host,
-        grpc_port=config.gateway.grpc_port,
-        http_port=config.gateway.http_port,
         api_keys=tuple(key.get_secret_value() for key in config.gateway.api_keys),
         mode=config.gateway.mode,
         routing_policy=config.gateway.routing.policy,
@@ -148,7 +147,23 @@ def resolve(
         **limits.model_dump(),
     )
     settings = config.cluster.model_dump(exclude={"token"})
-    return Deployment(gateway=gateway, workers=tuple(workers), cluster=ClusterSettings(**settings))
+    return Deployment(gateways=_gateways(gateway, config), workers=tuple(workers), cluster=ClusterSettings(**settings))
+
+
+def _gateways(common: GatewaySpec, config: ServeConfig) -> tuple[GatewaySpec, ...]:
+    replicas, grpc_port, http_port = config.gateway.replicas, config.gateway.grpc_port, config.gateway.http_port
+    shared = {"shared_grpc_port": grpc_port, "shared_http_port": http_port} if replicas > 1 else {}
+    return tuple(
+        common.model_copy(
+            update={
+                "gateway_id": f"gateway-{index}",
+                "grpc_port": ports.own_port(grpc_port, index, replicas),
+                "http_port": ports.own_port(http_port, index, replicas),
+                **shared,
+            }
+        )
+        for index in range(replicas)
+    )
 
 
 def _namespace_secret(config: ServeConfig, new_secret: Callable[[], str], kept_secret: Callable[[], str]) -> str:
@@ -192,13 +207,15 @@ def default_served_name(path: str) -> str:
 def masked_yaml(deployment: Deployment) -> str:
     """The resolved deployment for people: secrets and per-process ids left out."""
     data = deployment.model_dump(mode="json")
-    for spec in (data["gateway"], *data["workers"]):
+    for spec in (*data["gateways"], *data["workers"]):
         for name in ("cluster_token", "cache_namespace_secret"):
             if name in spec:
                 spec[name] = "***"
         spec.pop("controller_pid")
+        spec.pop("run_dir", None)
         spec.pop("incarnation", None)
-    data["gateway"]["api_keys"] = ["***"] * len(data["gateway"]["api_keys"])
+    for spec in data["gateways"]:
+        spec["api_keys"] = ["***"] * len(spec["api_keys"])
     text: str = yaml.safe_dump(data, sort_keys=False)
     return text
 

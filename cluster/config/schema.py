@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from cluster.config import ports
 from cluster.config.routing import RoutingConfig
 from cluster.config.scheduling import SchedulingConfig
 from cluster.config.section import Count, Seconds, Section, auto_size, auto_to_none
@@ -19,7 +20,7 @@ from workers.model.weight_format import WeightFormat
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 TENANT_NAME = r"[A-Za-z0-9_.-]{1,64}"
-Port = Annotated[int, Field(ge=0, le=65_535)]
+Port = Annotated[int, Field(ge=0, le=ports.MAX_PORT)]
 SizeBytes = Annotated[int, BeforeValidator(parse_bytes)]
 Tuple = Field(strict=False)
 """YAML has lists only: a tuple field takes one."""
@@ -96,6 +97,8 @@ class TenantConfig(Section):
 
 
 class GatewayConfig(Section):
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Gateways. Clients meet any of several at grpc_port and http_port."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     grpc_port: Port = 50_051
     http_port: Port = 8000
@@ -127,8 +130,8 @@ class GatewayConfig(Section):
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:
-        if self.grpc_port == self.http_port != 0:
-            raise ValueError(f"grpc_port and http_port are both {self.http_port}; they must differ")
+        if (fault := ports.fault(self.grpc_port, self.http_port, self.replicas)) is not None:
+            raise ValueError(fault)
         return self
 
 

@@ -35,13 +35,23 @@ class MemberView:
     role: str
 
 
+@dataclass(frozen=True, slots=True)
+class SiblingView:
+    """A gateway as the others know it."""
+
+    name: str
+    incarnation: str
+    address: str
+
+
 @dataclass(slots=True)
 class Observed:
-    """The shell's one record. `version` and `members` are the membership as last published to any gateway."""
+    """The shell's one record. `version`, `members` and `gateways` are the membership as last published to a gateway."""
 
     slots: dict[str, Slot] = field(default_factory=dict)
     version: int = 0
     members: tuple[MemberView, ...] = ()
+    gateways: tuple[SiblingView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,8 @@ class PushMembers:
     incarnation: str
     version: int
     members: tuple[MemberView, ...]
+    gateways: tuple[SiblingView, ...] = ()
+    """All of several, the receiver among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,15 @@ def members_of(observed: Observed) -> tuple[MemberView, ...]:
     )
 
 
+def gateways_of(observed: Observed) -> tuple[SiblingView, ...]:
+    """Gateways that serve, by name; none where there is one, which has nobody to know."""
+    ready = (slot for slot in observed.slots.values() if slot.kind is Kind.GATEWAY and slot.state is SlotState.READY)
+    views = tuple(
+        SiblingView(slot.name, slot.incarnation, slot.address) for slot in sorted(ready, key=lambda s: s.name)
+    )
+    return views if len(views) > 1 else ()
+
+
 def reconcile(
     desired: Desired, observed: Observed, now: float, policy: LifecyclePolicy, new_incarnation: Callable[[], str]
 ) -> list[Action]:
@@ -101,7 +122,8 @@ def reconcile(
             actions.append(action)
     killed = {action.incarnation for action in actions if isinstance(action, Kill)}
     members = tuple(member for member in members_of(observed) if member.incarnation not in killed)
-    version = observed.version + (members != observed.members)
+    gateways = tuple(gateway for gateway in gateways_of(observed) if gateway.incarnation not in killed)
+    version = observed.version + ((members, gateways) != (observed.members, observed.gateways))
     for name in sorted(observed.slots):
         gateway = observed.slots[name]
         if (
@@ -112,7 +134,7 @@ def reconcile(
             and gateway.push_not_before <= now
             and gateway.acked_version != version
         ):
-            actions.append(PushMembers(name, gateway.incarnation, version, members))
+            actions.append(PushMembers(name, gateway.incarnation, version, members, gateways))
     return actions
 
 
@@ -124,8 +146,8 @@ def book(observed: Observed, actions: Sequence[Action], now: float, policy: Life
                 note_started(observed.slots[name], incarnation, now)
             case Kill(name, incarnation, reason):
                 note_killing(observed.slots[name], incarnation, reason, now, policy)
-            case PushMembers(name, _, version, members):
-                observed.version, observed.members = version, members
+            case PushMembers(name, _, version, members, gateways):
+                observed.version, observed.members, observed.gateways = version, members, gateways
                 observed.slots[name].pushing = True
             case Forget(name):
                 del observed.slots[name]

@@ -20,23 +20,37 @@ class Member(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class SetMembersRequest(_message.Message):
-    __slots__ = ("version", "members")
+    __slots__ = ("version", "members", "siblings")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    siblings: _containers.RepeatedCompositeFieldContainer[Sibling]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., siblings: _Optional[_Iterable[_Union[Sibling, _Mapping]]] = ...) -> None: ...
+
+class Sibling(_message.Message):
+    __slots__ = ("name", "incarnation", "address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    address: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class SetMembersResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("alone",)
+    ALONE_FIELD_NUMBER: _ClassVar[int]
+    alone: bool
+    def __init__(self, alone: _Optional[bool] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid", "index_entries", "index_bytes")
+    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid", "index_entries", "index_bytes", "grpc_address", "http_address", "open")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BOOKINGS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +63,9 @@ class GatewayStatus(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     INDEX_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     live_requests: int
     bookings: int
@@ -61,7 +78,10 @@ class GatewayStatus(_message.Message):
     pid: int
     index_entries: int
     index_bytes: int
-    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ..., index_entries: _Optional[int] = ..., index_bytes: _Optional[int] = ...) -> None: ...
+    grpc_address: str
+    http_address: str
+    open: bool
+    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ..., index_entries: _Optional[int] = ..., index_bytes: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "connected", "status")
@@ -80,14 +100,28 @@ class WorkerView(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatusResponse, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "gateway", "workers")
+    __slots__ = ("model", "gateway", "workers", "siblings")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     model: str
     gateway: GatewayStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
-    def __init__(self, model: _Optional[str] = ..., gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ...) -> None: ...
+    siblings: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
+    def __init__(self, model: _Optional[str] = ..., gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., siblings: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ...) -> None: ...
+
+class AccountRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AccountResponse(_message.Message):
+    __slots__ = ("gateway", "live")
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    gateway: GatewayStatus
+    live: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., live: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
     __slots__ = ("tenant", "all")

@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
                 _registered_method=True)
+        self.Account = channel.unary_unary(
+                '/headrace.v1.Admin/Account',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.AccountRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.AccountResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -85,6 +90,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Account(self, request, context):
+        """cluster token; what one gateway tells another of itself
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClearCache,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.SerializeToString,
+            ),
+            'Account': grpc.unary_unary_rpc_method_handler(
+                    servicer.Account,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.AccountRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.AccountResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +234,33 @@ class Admin:
             '/headrace.v1.Admin/ClearCache',
             headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Account(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Admin/Account',
+            headrace_dot_v1_dot_admin__pb2.AccountRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.AccountResponse.FromString,
             options,
             channel_credentials,
             insecure,

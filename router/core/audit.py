@@ -31,14 +31,23 @@ class GatewayAccount:
     live: frozenset[str]
     """Ids of the requests in progress."""
     bookings: int
+    name: str = "gateway"
+    answered: bool = True
+    """False: nobody knows what it has in progress."""
 
 
-def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[str]:
+def findings(gateways: Sequence[GatewayAccount], workers: Sequence[WorkerAccount]) -> list[str]:
     """What is held for nothing, one sentence a holder; [] is clean.
 
     While requests are in progress holding blocks is their right, so only foreign holders and broken conservation count.
     """
-    found = []
+    found = [f"{gateway.name}: did not answer" for gateway in gateways if not gateway.answered]
+    found += [
+        f"{gateway.name}: {gateway.bookings} bookings without a request"
+        for gateway in gateways
+        if gateway.bookings and not gateway.live
+    ]
+    live = frozenset[str]().union(*(gateway.live for gateway in gateways))
     for worker in workers:
         if not worker.answered:
             found.append(f"{worker.name}: did not answer")
@@ -52,16 +61,14 @@ def findings(gateway: GatewayAccount, workers: Sequence[WorkerAccount]) -> list[
         found += [
             f"{worker.name}: {holder} holds {blocks} blocks"
             for holder, blocks in worker.holders
-            if _request_of(holder) not in gateway.live
+            if _request_of(holder) not in live
         ]
-    if gateway.live:
+    if live:
         return found
-    if gateway.bookings:
-        found.append(f"gateway: {gateway.bookings} bookings without a request")
     for worker in workers:
         for what in ("leases", "transfers", "handoffs", "live_requests"):
             if count := getattr(worker, what):
-                found.append(f"{worker.name}: {count} {what.replace('_', ' ')} without a request at the gateway")
+                found.append(f"{worker.name}: {count} {what.replace('_', ' ')} without a request at a gateway")
         held = sum(blocks for _, blocks in worker.holders)
         if worker.used_blocks > held:
             found.append(f"{worker.name}: {worker.used_blocks - held} used blocks without a holder")

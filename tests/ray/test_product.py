@@ -71,7 +71,7 @@ class Deployment:
             assert self.process.poll() is None and time.monotonic() < self.began + 120, self.log.read_text()
             time.sleep(0.1)
         self.run_dirs = set(Path("/tmp").glob("headrace-*")) - foreign
-        self.pids = {self.process.pid, self.ready()["gateway"]["pid"], *(w["pid"] for w in self.ready()["workers"])}
+        self.pids = {self.process.pid, self.ready()["gateways"][0]["pid"], *(w["pid"] for w in self.ready()["workers"])}
 
     def ready(self) -> dict[str, Any]:
         return json.loads(self.ready_file.read_text())

@@ -73,7 +73,7 @@ class DummyGateway(admin_pb2_grpc.AdminServicer, health_pb2_grpc.HealthServicer)
             )
             for m in self.members
         ]
-        return admin_pb2.StatusResponse(workers=views)
+        return admin_pb2.StatusResponse(workers=views, gateway=admin_pb2.GatewayStatus(open=True))
 
     async def _sees(self, member: admin_pb2.Member) -> bool:
         async with grpc.aio.insecure_channel(member.address) as channel:

@@ -51,7 +51,7 @@ class Launched:
 
     def pids(self) -> list[int]:
         data = self.now()
-        return [data["gateway"]["pid"], *(worker["pid"] for worker in data["workers"])]
+        return [*(gateway["pid"] for gateway in data["gateways"]), *(worker["pid"] for worker in data["workers"])]
 
     def assert_nothing_is_left(self, pids: list[int], within_s: float) -> None:
         until(lambda: all(is_gone(pid) for pid in pids), within_s)
@@ -88,8 +88,8 @@ def test_it_starts_restarts_a_killed_worker_and_stops_in_order(launch: Callable[
     )
     assert again["incarnation"] != victim["incarnation"]
     # 3. a killed gateway comes back on the same port
-    os.kill(data["gateway"]["pid"], signal.SIGKILL)
-    until(lambda: (deployment.now()["gateway"] or {}).get("restarts"), 10)
+    os.kill(data["gateways"][0]["pid"], signal.SIGKILL)
+    until(lambda: any(gateway["restarts"] for gateway in deployment.now()["gateways"]), 10)
     assert deployment.now()["grpc"] == data["grpc"]
     # 4. SIGTERM ends everything in order
     pids = deployment.pids()

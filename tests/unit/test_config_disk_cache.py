@@ -27,16 +27,16 @@ def test_there_is_no_disk_cache_unless_asked_for(tmp_path: Path) -> None:
     deployment = deploy(tmp_path, "pools: [{role: colocated}]")
     (worker,) = deployment.workers
     assert (worker.disk_cache_bytes, worker.disk_cache_dir) == (0, "")
-    assert deployment.gateway.cache_namespace_secret.startswith("new-")
+    assert deployment.gateways[0].cache_namespace_secret.startswith("new-")
 
 
 def test_a_disk_cache_keeps_the_secret_that_names_its_blocks(tmp_path: Path) -> None:
     text = "pools: [{role: colocated, disk_cache_bytes: 2GiB, disk_cache_dir: /x/kv}]"
     deployment = deploy(tmp_path, text)
     assert (deployment.workers[0].disk_cache_bytes, deployment.workers[0].disk_cache_dir) == (2 << 30, "/x/kv")
-    assert deployment.gateway.cache_namespace_secret == "the kept one"
+    assert deployment.gateways[0].cache_namespace_secret == "the kept one"
     own = deploy(tmp_path, "gateway: {cache_namespace_secret: an-operators-own-one}\n" + text)
-    assert own.gateway.cache_namespace_secret == "an-operators-own-one"
+    assert own.gateways[0].cache_namespace_secret == "an-operators-own-one"
     assert "an-operators-own-one" not in masked_yaml(own)
 
 

@@ -56,9 +56,9 @@ def test_explicit_threads_leave_the_rest_to_the_other_pools(tmp_path: Path) -> N
 def test_workers_have_stable_names_and_one_secret() -> None:
     deployment = deploy(prefill=2, decode=1)
     assert [worker.worker_id for worker in deployment.workers] == ["prefill-0", "prefill-1", "decode-0"]
-    tokens = {deployment.gateway.cluster_token, *(worker.cluster_token for worker in deployment.workers)}
+    tokens = {deployment.gateways[0].cluster_token, *(worker.cluster_token for worker in deployment.workers)}
     assert tokens == {"secret-1"}
-    assert deployment.gateway.served_model_name == "model"
+    assert deployment.gateways[0].served_model_name == "model"
 
 
 def test_the_automatic_kv_pool_is_a_gibibyte_or_a_tenth_of_the_memory_in_whole_blocks() -> None:
@@ -71,12 +71,12 @@ def test_the_automatic_kv_pool_is_a_gibibyte_or_a_tenth_of_the_memory_in_whole_b
 
 
 def test_max_model_len_is_the_models_or_what_the_smallest_pool_holds() -> None:
-    assert deploy().gateway.max_model_len == 8192
-    assert deploy(pool={"kv_cache_bytes": "46080000"}).gateway.max_model_len == 992  # 62 whole blocks of 16
+    assert deploy().gateways[0].max_model_len == 8192
+    assert deploy(pool={"kv_cache_bytes": "46080000"}).gateways[0].max_model_len == 992  # 62 whole blocks of 16
     # an explicit length raises the automatic pool
     long = model(max_position_embeddings=131_072)
     deployment = deploy({"model.max_model_len": 40_000}, facts=long, colocated=1)
-    assert deployment.gateway.max_model_len == 40_000
+    assert deployment.gateways[0].max_model_len == 40_000
     assert deployment.workers[0].kv_cache_bytes == 40_000 * 46_080
 
 
@@ -158,7 +158,7 @@ def test_limits_of_tenants_reach_the_gateway_and_an_automatic_bucket_holds_ten_s
         "    big: {weight: 4.0, tokens_per_s: 12.5}\n"
         "    small: {tokens_per_s: 1.0, burst_tokens: 7}\n"
     )
-    gateway = resolve(load_config(str(file)), model(), machine(), lambda: "s").gateway
+    gateway = resolve(load_config(str(file)), model(), machine(), lambda: "s").gateways[0]
     assert (gateway.max_waiting_tokens, gateway.max_queue_s, gateway.refuse_lost_deadlines) == (900, 2.5, True)
     assert gateway.kv_bytes_per_token == model().kv_bytes_per_token
     assert gateway.tenants["default"].max_live_kv_bytes == 1 << 20
@@ -168,7 +168,7 @@ def test_limits_of_tenants_reach_the_gateway_and_an_automatic_bucket_holds_ten_s
 
 
 def test_without_a_word_nobody_is_limited_but_by_the_number_of_live_requests() -> None:
-    gateway = deploy().gateway
+    gateway = deploy().gateways[0]
     assert gateway.tenants == {} and gateway.max_live_requests == 1024 and not gateway.refuse_lost_deadlines
     assert gateway.max_waiting_requests is gateway.max_waiting_tokens is gateway.max_queue_s is None
 
@@ -202,7 +202,7 @@ def test_facts_come_from_the_headers(tmp_path: Path) -> None:
 def test_one_format_of_the_weights_for_all_workers(flags: dict[str, Any], weight_format: str, told: str) -> None:
     deployment = deploy(flags)
     assert {worker.weight_format for worker in deployment.workers} == {WeightFormat(weight_format)}
-    assert deployment.gateway.dtype == told
+    assert deployment.gateways[0].dtype == told
     assert f"weight_format: {weight_format}" in masked_yaml(deployment)
     assert WorkerSpec.model_validate_json(deployment.workers[0].model_dump_json()) == deployment.workers[0]
 

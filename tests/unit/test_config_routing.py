@@ -35,7 +35,7 @@ def file_of(tmp_path: Path, routing: dict[str, object]) -> str:
 
 def test_every_setting_reaches_the_gateway(tmp_path: Path) -> None:
     assert ROUTING.keys() == RoutingConfig.model_fields.keys()
-    gateway = resolve(load_config(file_of(tmp_path, ROUTING)), model(), machine(), lambda: "s" * 32).gateway
+    gateway = resolve(load_config(file_of(tmp_path, ROUTING)), model(), machine(), lambda: "s" * 32).gateways[0]
     told = asdict(gateway.routing) | {
         "policy": gateway.routing_policy,
         "max_index_entries": gateway.max_index_entries,

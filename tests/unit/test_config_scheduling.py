@@ -158,7 +158,7 @@ def test_weights_of_service_and_shares_of_tenants_are_the_same_at_gateway_and_wo
     pools = [{"role": role, "scheduling": {"service_weights": {"cached_token": 0.3}}} for role in ("prefill", "decode")]
     deployment = deploy(tmp_path, gateway={"tenants": tenants}, pools=pools)
     expected = ServiceWeights(cached_token=0.3, tenants={"big": 4.0, "plain": 1.0}, default_tenant=0.5)
-    for spec in (deployment.gateway, *deployment.workers):
+    for spec in (*deployment.gateways, *deployment.workers):
         assert type(spec).model_validate_json(spec.model_dump_json()).service == expected
     del pools[1]["scheduling"]
     with pytest.raises(ConfigError, match="service_weights must be the same everywhere"):

@@ -255,24 +255,28 @@ def test_time_of_a_lost_attempt_is_its_own_stage() -> None:
 def test_audit_names_the_holder() -> None:
     idle = GatewayAccount(frozenset(), 0)
     clean = WorkerAccount("d0", answered=True)
-    assert findings(idle, [clean]) == []
+    assert findings([idle], [clean]) == []
     leak = WorkerAccount("p0", answered=True, used_blocks=3, live_requests=1, holders=(("request req-9/1", 3),))
-    assert findings(idle, [clean, leak]) == [
+    assert findings([idle], [clean, leak]) == [
         "p0: request req-9/1 holds 3 blocks",
-        "p0: 1 live requests without a request at the gateway",
+        "p0: 1 live requests without a request at a gateway",
     ]
-    assert findings(GatewayAccount(frozenset({"req-9"}), 1), [leak]) == [], "a live request may hold blocks"
+    assert findings([GatewayAccount(frozenset({"req-9"}), 1)], [leak]) == [], "a live request may hold blocks"
     busy = GatewayAccount(frozenset({"req-1"}), 1)
-    assert findings(busy, [leak]) == ["p0: request req-9/1 holds 3 blocks"], "a leak shows beside live requests"
-    assert findings(busy, [WorkerAccount("p0", True, integrity_error="lost")]) == ["p0: lost"]
+    assert findings([busy], [leak]) == ["p0: request req-9/1 holds 3 blocks"], "a leak shows beside live requests"
+    assert findings([busy], [WorkerAccount("p0", True, integrity_error="lost")]) == ["p0: lost"]
     tiers = (("device", 9, 9), ("host", 5, 4))
-    assert findings(busy, [WorkerAccount("p0", True, tiers=tiers)]) == ["p0: host tier accounts for 4 of 5 blocks"]
+    assert findings([busy], [WorkerAccount("p0", True, tiers=tiers)]) == ["p0: host tier accounts for 4 of 5 blocks"]
     aside = WorkerAccount("d0", True, used_blocks=2, quarantined_blocks=2, holders=(("quarantine read 7", 2),))
-    assert findings(idle, [aside]) == ["d0: quarantine read 7 holds 2 blocks"]
-    assert findings(GatewayAccount(frozenset(), 2), [WorkerAccount("p0", False)]) == [
-        "p0: did not answer",
+    assert findings([idle], [aside]) == ["d0: quarantine read 7 holds 2 blocks"]
+    assert findings([GatewayAccount(frozenset(), 2)], [WorkerAccount("p0", False)]) == [
         "gateway: 2 bookings without a request",
+        "p0: did not answer",
     ]
+    other = GatewayAccount(frozenset({"req-9"}), 1, "gateway-1")
+    assert findings([busy, other], [leak]) == [], "what any gateway has in progress may hold blocks"
+    silent = GatewayAccount(frozenset(), 0, "gateway-1", answered=False)
+    assert findings([busy, silent], [clean]) == ["gateway-1: did not answer"]
 
 
 def test_a_finished_prefill_whose_end_was_lost_ends_by_the_readers_word() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,52 @@ def test_a_generation_outlives_its_gateway_and_is_nobody_elses(tmp_path: Path) -
     again = Generations(path)
     assert (again.of("a"), again.of("b")) == (2, 1)
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert {file.name for file in path.parent.iterdir()} == {"generations.json", "generations.lock"}
+
+
+def test_a_generation_holds_at_once_for_every_gateway_of_the_file(tmp_path: Path) -> None:
+    first, second = (Generations(tmp_path / "generations.json") for _ in range(2))
+    for count, one in enumerate([first, second, first, second, second, first], start=1):
+        one.next("a")
+        assert first.of("a") == second.of("a") == count
+    assert first.of("b") == 0
+
+
+def test_gateways_that_clear_at_the_same_time_lose_no_generation(tmp_path: Path) -> None:
+    path = tmp_path / "generations.json"
+
+    def clear(times: int) -> None:
+        mine = Generations(path)
+        while times:
+            with contextlib.suppress(BlockingIOError):
+                mine.next("a")
+                times -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(clear, 10) for _ in range(4)]:
+            done.result()
+    assert Generations(path).of("a") == 40
+
+
+def test_a_gateway_that_hangs_in_the_middle_blocks_nobody(tmp_path: Path) -> None:
+    kept = Generations(tmp_path / "generations.json")
+    kept.next("a")
+    with (tmp_path / "generations.lock").open() as hung:
+        fcntl.flock(hung, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            kept.next("a")
+        assert kept.of("a") == 1
+    kept.next("a")
+    assert kept.of("a") == 2
+
+
+def test_a_broken_file_means_the_same_to_every_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "generations.json"
+    path.write_text("{")
+    first, second = Generations(path), Generations(path)
+    assert first.of("a") == second.of("b") > 0
+    first.next("a")
+    assert second.of("a") == first.of("a") == second.of("b") + 1
 
 
 def test_in_memory_there_is_no_file() -> None:
