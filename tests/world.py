@@ -58,6 +58,7 @@ class World:
         self.workers: dict[str, Worker] = {}
         self.ready: dict[str, WorkerReady] = {}
         self.gateway: Gateway
+        self.siblings: list[Gateway] = []
         self._runner = runner
         self._options = options
         self._incarnations = itertools.count(1)
@@ -86,12 +87,25 @@ class World:
             admin_pb2.Member(worker_id=r.worker_id, incarnation=r.incarnation, address=r.address, role=r.role.value)
             for r in self.ready.values()
         ]
-        self.gateway.fleet.set_members(next(self._versions), members)
+        version = next(self._versions)
+        for gateway in self.gateways:
+            gateway.fleet.set_members(version, members)
 
     async def connected(self) -> None:
         async with asyncio.timeout(10):
-            while sum(s.connected for s in self.gateway.fleet.sessions) < len(self.ready):
-                await asyncio.sleep(0.01)
+            for gateway in self.gateways:
+                while sum(s.connected for s in gateway.fleet.sessions) < len(self.ready):
+                    await asyncio.sleep(0.01)
+
+    @property
+    def gateways(self) -> list[Gateway]:
+        return [self.gateway, *self.siblings]
+
+    async def lose(self, gateway: Gateway) -> None:
+        """The gateway's process is gone: its sessions break, and it says nothing."""
+        self.siblings.remove(gateway)
+        gateway.fleet.send = lambda *_: True  # type: ignore[method-assign]
+        await gateway.close()
 
     async def kill(self, name: str) -> None:
         """The process is gone: sockets closed, nothing said."""
@@ -106,9 +120,9 @@ class World:
         await self.start_worker(name, role)
         self.push_members()
 
-    async def ask(self, spec: GenerationSpec) -> Answer:
+    async def ask(self, spec: GenerationSpec, gateway: Gateway | None = None) -> Answer:
         answer = Answer()
-        async for delta in self.gateway.generate(spec):
+        async for delta in (gateway or self.gateway).generate(spec):
             answer.tokens += delta.token_ids
             answer.text += delta.text
             if delta.finish_reason:
@@ -128,15 +142,18 @@ class World:
 
     async def _held(self) -> list[str]:
         held = []
-        gateway = self.gateway
-        if (
-            gateway._live
-            or gateway._legs
-            or gateway._queued
-            or len(gateway._kin)
-            or any(astuple(gateway.gate.admission.held))
-        ):
-            held.append(f"gateway: {len(gateway._live)} live, {len(gateway._legs)} legs, {len(gateway._queued)} queued")
+        for gateway in self.gateways:
+            if (
+                gateway._live
+                or gateway._legs
+                or gateway._queued
+                or len(gateway._kin)
+                or any(astuple(gateway.gate.admission.held))
+            ):
+                held.append(
+                    f"{gateway.spec.gateway_id}: {len(gateway._live)} live, {len(gateway._legs)} legs, "
+                    f"{len(gateway._queued)} queued"
+                )
         for name, worker in self.workers.items():
             status = worker.service.status(audit=True)
             for what in ("live_requests", "leases", "handoffs", "transfers", "used_blocks", "quarantined_blocks"):
@@ -171,6 +188,7 @@ def expected(request: GenerationSpec) -> list[int]:
 @asynccontextmanager
 async def world(
     *roles: Role,
+    num_gateways: int = 1,
     step_s: float = 0.0,
     num_blocks: int = 256,
     gateway: dict[str, object] | None = None,
@@ -194,10 +212,10 @@ async def world(
 
     running = World(runner, by_role, **options)
     text = text_model()
-    running.gateway = Gateway(
-        gateway_spec(**(GATEWAY | (gateway or {}))),
-        text,
-        ids=counting_ids(),
+    ids = counting_ids()
+    running.gateway, *running.siblings = (
+        Gateway(gateway_spec(**(GATEWAY | {"gateway_id": f"gateway-{i}"} | (gateway or {}))), text, ids=ids)
+        for i in range(num_gateways)
     )
     counts: dict[Role, int] = {}
     try:
@@ -208,7 +226,8 @@ async def world(
         await running.connected()
         yield running
     finally:
-        await running.gateway.close()
+        for each in running.gateways:
+            await each.close()
         for worker in running.workers.values():
             await worker.stop()
         text.close()
