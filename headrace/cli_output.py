@@ -75,13 +75,18 @@ def print_explanation(explanation: inference_pb2.Explanation, usage: inference_p
 
 
 def print_status(answer: admin_pb2.StatusResponse) -> None:
+    """Each gateway's counts, then the workers."""
     console = Console(highlight=False)
-    gateway = answer.gateway
-    console.print(
-        f"[bold]{answer.model}[/bold], {gateway.gateway_id}\n{gateway.live_requests} live; "
-        f"{gateway.accepted} accepted = {gateway.completed} completed + {gateway.failed} failed + "
-        f"{gateway.cancelled} cancelled, {gateway.retries} retries"
-    )
+    for gateway in sorted([answer.gateway, *answer.siblings], key=lambda each: each.gateway_id):
+        if not gateway.pid:
+            console.print(f"[bold]{gateway.gateway_id}[/bold] at {gateway.grpc_address}: [red]no answer[/red]")
+            continue
+        where = f" at {gateway.grpc_address}, http {gateway.http_address}" if answer.siblings else ""
+        console.print(
+            f"[bold]{answer.model}[/bold], {gateway.gateway_id}{where}\n{gateway.live_requests} live; "
+            f"{gateway.accepted} accepted = {gateway.completed} completed + {gateway.failed} failed + "
+            f"{gateway.cancelled} cancelled, {gateway.retries} retries"
+        )
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = ("worker", "pid", "session", "waiting", "running", "step", "blocks", "leases", "reads")
     for column in columns:

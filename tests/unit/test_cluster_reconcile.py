@@ -24,6 +24,9 @@ DESIRED = Desired(
 )
 
 
+SEVERAL = Desired(slots=DESIRED.slots | {f"gateway-{i}": (Kind.GATEWAY, "") for i in range(3)})
+
+
 @dataclass
 class Process:
     slot: str
@@ -33,6 +36,7 @@ class Process:
     first_silent_probe: float = 0.0
     version: int = 0
     members: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
 
 
 @dataclass
@@ -61,11 +65,12 @@ class World:
                 self.processes[incarnation] = Process(slot)
             case Kill(_, incarnation, _):
                 self.die(incarnation)
-            case PushMembers(slot, incarnation, version, members):
+            case PushMembers(slot, incarnation, version, members, gateways):
                 process = self.processes[incarnation]
                 accepted = process.alive and not process.hung
                 if accepted and version > process.version:
                     process.version, process.members = version, tuple(m.incarnation for m in members)
+                    process.gateways = tuple(g.incarnation for g in gateways)
                 self.note_pushed(slot, incarnation, version, accepted)
             case Forget():
                 pass
@@ -134,8 +139,10 @@ class World:
             for name in sorted(self.desired.slots)
             if self.desired.slots[name][0] is Kind.WORKER
         )
-        gateway = self.processes[self.observed.slots["gateway-0"].incarnation]
-        assert gateway.members == workers
+        gateways = tuple(slot.incarnation for name, slot in sorted(self.observed.slots.items()) if "gateway" in name)
+        for incarnation in gateways:
+            assert self.processes[incarnation].members == workers
+            assert self.processes[incarnation].gateways == (gateways if len(gateways) > 1 else ())
         assert self.step() == []
 
 
@@ -173,6 +180,22 @@ def test_a_dead_worker_leaves_the_membership_before_its_successor_is_ready() -> 
     actions = world.step()
     assert [type(action) for action in actions] == [Start, PushMembers]
     assert [member.worker_id for member in world.observed.members] == ["decode-0"]
+
+
+def test_gateways_hear_of_one_that_died_and_of_its_successor() -> None:
+    world = World(SEVERAL)
+    world.calm(2)
+    world.assert_serving()
+    # 1. one dies: it starts again at once, and the others know that it is gone
+    dead = world.observed.slots["gateway-1"].incarnation
+    world.die(dead)
+    world.see_deaths()
+    assert [type(action) for action in world.step()] == [Start, PushMembers, PushMembers]
+    assert [gateway.name for gateway in world.observed.gateways] == ["gateway-0", "gateway-2"]
+    # 2. its successor is told of all, and all of it; no worker noticed
+    world.calm(2)
+    world.assert_serving()
+    assert all(slot.total_deaths == 0 for name, slot in world.observed.slots.items() if name != "gateway-1")
 
 
 def test_a_hung_worker_is_killed_after_the_liveness_time_and_no_earlier() -> None:
@@ -295,9 +318,11 @@ FAULT = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(FAULT, max_size=60))
-def test_after_any_faults_it_converges_and_no_slot_ever_has_two_processes(faults: list[tuple[str, int]]) -> None:
-    world = World()
+@given(st.lists(FAULT, max_size=60), st.sampled_from([DESIRED, SEVERAL]))
+def test_after_any_faults_it_converges_and_no_slot_ever_has_two_processes(
+    faults: list[tuple[str, int]], desired: Desired
+) -> None:
+    world = World(desired)
     for what, number in faults:
         world.step()
         alive = world.alive()

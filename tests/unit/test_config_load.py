@@ -61,6 +61,18 @@ FAULTS = [
     ("events: {file: x}", "events.file: unknown field; "),
     ("gateway: {http_port: 70000}", "gateway.http_port: must be at most 65535"),
     ("gateway: {http_port: 9, grpc_port: 9}", "gateway: grpc_port and http_port are both 9; they must differ"),
+    ("gateway: {replicas: 0}", "gateway.replicas: must be at least 1"),
+    ("gateway: {replicas: -1}", "gateway.replicas: must be at least 1"),
+    ("gateway: {replicas: 1000}", "gateway.replicas: must be at most 64"),
+    ("gateway: {replicas: two}", "gateway.replicas: must be an integer"),
+    (
+        "gateway: {replicas: 4, http_port: 8000, grpc_port: 8004}",
+        "gateway: grpc_port 8004 and http_port 8000 must be more than 4 apart: each gateway has ports of its own",
+    ),
+    (
+        "gateway: {replicas: 2, http_port: 65534}",
+        "gateway: http_port 65534: with 2 gateways it must be at most 65533, for their own ports",
+    ),
     ("gateway: {api_keys: x}", "gateway.api_keys: must be a list"),
     ("gateway: {api_keys: [a, a]}", "gateway.api_keys: the same key is listed twice"),
     ("gateway: {api_keys: ['']}", "gateway.api_keys: a key must be printable"),

@@ -53,6 +53,29 @@ def test_explicit_threads_leave_the_rest_to_the_other_pools(tmp_path: Path) -> N
     assert [worker.threads for worker in deployment.workers] == [6, 2]
 
 
+def test_one_gateway_is_at_the_clients_ports() -> None:
+    (gateway,) = deploy().gateways
+    assert (gateway.gateway_id, gateway.grpc_port, gateway.http_port) == ("gateway-0", 50_051, 8000)
+    assert gateway.shared_grpc_port is gateway.shared_http_port is None
+
+
+def test_several_gateways_share_the_clients_ports_and_differ_in_names_and_own_ports() -> None:
+    gateways = deploy({"gateway.replicas": 3, "gateway.grpc_port": 7000, "gateway.http_port": 7100}).gateways
+    assert [(each.gateway_id, each.grpc_port, each.http_port) for each in gateways] == [
+        ("gateway-0", 7001, 7101),
+        ("gateway-1", 7002, 7102),
+        ("gateway-2", 7003, 7103),
+    ]
+    alike = [each.model_copy(update={"gateway_id": "", "grpc_port": 0, "http_port": 0}) for each in gateways]
+    assert alike[0] == alike[1] == alike[2]
+    assert {(each.shared_grpc_port, each.shared_http_port) for each in gateways} == {(7000, 7100)}
+
+
+def test_any_free_port_for_several_gateways_is_any_free_port_for_each() -> None:
+    flags = {"gateway.replicas": 2, "gateway.grpc_port": 0, "gateway.http_port": 0}
+    assert {(each.grpc_port, each.shared_grpc_port) for each in deploy(flags).gateways} == {(0, 0)}
+
+
 def test_workers_have_stable_names_and_one_secret() -> None:
     deployment = deploy(prefill=2, decode=1)
     assert [worker.worker_id for worker in deployment.workers] == ["prefill-0", "prefill-1", "decode-0"]
