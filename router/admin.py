@@ -12,6 +12,7 @@ from headrace.v1 import admin_pb2_grpc as rpc
 from router.auth import Authenticator, cluster_token_ok
 from router.core.audit import GatewayAccount, WorkerAccount, findings
 from router.gateway import Gateway
+from router.metrics import DoorMetrics
 from router.siblings import Siblings
 
 SAMPLE_GAP_S = 0.25
@@ -43,11 +44,13 @@ class AdminService(rpc.AdminServicer):
         authenticator: Authenticator,
         siblings: Siblings | None = None,
         presence: Presence | None = None,
+        metrics: DoorMetrics | None = None,
     ) -> None:
         self._gateway = gateway
         self._authenticator = authenticator
         self._siblings = siblings or Siblings()
         self._presence = presence or Presence()
+        self._metrics = metrics
 
     async def SetMembers(
         self, request: pb.SetMembersRequest, context: grpc.aio.ServicerContext
@@ -59,7 +62,10 @@ class AdminService(rpc.AdminServicer):
 
     async def Account(self, request: pb.AccountRequest, context: grpc.aio.ServicerContext) -> pb.AccountResponse:
         await self._require_cluster(context)
-        return self._account()
+        account = self._account()
+        if request.metrics and self._metrics is not None:
+            account.metrics = self._metrics.text()
+        return account
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusResponse:
         await self._check(context)

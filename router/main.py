@@ -21,6 +21,7 @@ from router.doors import Doors, bound
 from router.fleet_metrics import FleetMetrics
 from router.gateway import Gateway
 from router.grpc_api import ModelFacts, build_server
+from router.merged_metrics import merged
 from router.metrics import DoorMetrics
 from router.openai_api import build_app
 from router.siblings import Siblings
@@ -67,7 +68,13 @@ class GatewayProcess:
         gateway.tools.on_answer = metrics.tool_wait.observe
         metrics.refresh = WorkerMetrics(gateway, metrics.registry).refresh
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
-        admin = AdminService(gateway, authenticator, self._siblings, self._presence)
+        admin = AdminService(gateway, authenticator, self._siblings, self._presence, metrics)
+
+        async def scrape_all() -> bytes:
+            name = spec.gateway_id.partition(".")[0]
+            own, siblings = await asyncio.gather(metrics.scrape(), self._siblings.accounts(metrics=True))
+            texts = {each.gateway.gateway_id.partition(".")[0]: each.metrics.decode() for each in siblings}
+            return merged(texts | {name: own.decode()}, workers_from=name).encode()
 
         def doors(is_shared: bool) -> Doors:
             grpc_door = build_server(
@@ -80,7 +87,9 @@ class GatewayProcess:
                 is_shared=is_shared,
             )
             add_AdminServicer_to_server(admin, grpc_door.server)
-            self._doors.append(Doors(grpc_door, build_app(gateway, spec, authenticator, metrics=metrics), spec.host))
+            scrape = scrape_all if is_shared else None
+            app = build_app(gateway, spec, authenticator, metrics=metrics, scrape=scrape)
+            self._doors.append(Doors(grpc_door, app, spec.host))
             return self._doors[-1]
 
         own = doors(is_shared=False)

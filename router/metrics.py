@@ -78,6 +78,10 @@ class DoorMetrics:
         """The text format of Prometheus."""
         if self.refresh is not None:
             await self.refresh()
+        return self.text()
+
+    def text(self) -> bytes:
+        """As `scrape`, of the workers what was heard last."""
         return generate_latest(self.registry)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from starlette.applications import Starlette
@@ -59,9 +59,12 @@ def build_app(
     authenticator: Authenticator | None = None,
     *,
     metrics: DoorMetrics | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> ASGIApp:
-    """The ASGI application of one gateway. Share `metrics` with the gRPC door."""
-    api = _Api(Door(gateway, spec, metrics, authenticator))
+    """The ASGI application of one gateway. Share `metrics` with the gRPC door. `scrape`: what /metrics answers, by
+    default this gateway's own.
+    """
+    api = _Api(Door(gateway, spec, metrics, authenticator), scrape)
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/ping", api.health, methods=["GET", "POST"]),
@@ -113,8 +116,9 @@ class _Guard:
 
 
 class _Api:
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, scrape: Callable[[], Awaitable[bytes]] | None = None) -> None:
         self.door = door
+        self._scrape = scrape or door.metrics.scrape
         self._spec = door.spec
         self._started = int(time.time())
 
@@ -130,7 +134,7 @@ class _Api:
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self.door.metrics.scrape(), media_type=CONTENT_TYPE)
+        return Response(await self._scrape(), media_type=CONTENT_TYPE)
 
     # -- models and tokens
 

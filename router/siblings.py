@@ -53,13 +53,13 @@ class Siblings:
             channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
             self._peers[key] = _Peer(name, address, channel)
 
-    async def accounts(self) -> list[pb.AccountResponse]:
+    async def accounts(self, *, metrics: bool = False) -> list[pb.AccountResponse]:
         """Each one's own, by name; without a pid where it did not answer."""
         peers = sorted(self._peers.values(), key=lambda peer: peer.name)
         metadata = [(CLUSTER_TOKEN_KEY, self._token)]
+        request = pb.AccountRequest(metrics=metrics)
         calls = [
-            admin_pb2_grpc.AdminStub(peer.channel).Account(pb.AccountRequest(), timeout=ASK_S, metadata=metadata)
-            for peer in peers
+            admin_pb2_grpc.AdminStub(peer.channel).Account(request, timeout=ASK_S, metadata=metadata) for peer in peers
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return [

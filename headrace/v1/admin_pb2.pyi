@@ -112,16 +112,20 @@ class StatusResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., siblings: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ...) -> None: ...
 
 class AccountRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("metrics",)
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    metrics: bool
+    def __init__(self, metrics: _Optional[bool] = ...) -> None: ...
 
 class AccountResponse(_message.Message):
-    __slots__ = ("gateway", "live")
+    __slots__ = ("gateway", "live", "metrics")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     gateway: GatewayStatus
     live: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., live: _Optional[_Iterable[str]] = ...) -> None: ...
+    metrics: bytes
+    def __init__(self, gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., live: _Optional[_Iterable[str]] = ..., metrics: _Optional[bytes] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
     __slots__ = ("tenant", "all")

@@ -126,7 +126,11 @@ def test_what_is_asked_about_a_request_is_answered_whichever_gateway_took_the_co
         assert [sibling.gateway_id[:9] for sibling in status.siblings] == ["gateway-0"]
         assert status.gateway.accepted == 0 and status.siblings[0].accepted == 2
         assert one.audit(10).clean
-        # 4. Each one's metrics have an address of their own.
+        # 4. Each one's metrics have an address of their own; at the shared one are those of both.
+        whole = httpx.get(f"{served.now()['http']}/metrics", timeout=20).text
+        for number, accepted in enumerate((2.0, 0.0)):
+            labels = f'gateway="gateway-{number}",model_name="tiny",outcome="accepted"'
+            assert f"headrace_branches_total{{{labels}}} {accepted}" in whole
         for gateway in served.now()["gateways"]:
             accepted = 2.0 if gateway["name"] == "gateway-0" else 0.0
             line = f'headrace_branches_total{{model_name="tiny",outcome="accepted"}} {accepted}'
