@@ -24,6 +24,8 @@ T = TypeVar("T")
 RELAYED_KEY = "x-headrace-relayed"
 ASK_S = 2.0
 """A sibling that takes longer has no answer."""
+_NOBODY = (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
+"""It does not have the request, or cannot be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +106,20 @@ def _unanswered(peer: _Peer) -> pb.AccountResponse:
 
 async def _found(calls: list[Awaitable[T]]) -> T | None:
     """The first answer; a hung sibling is not waited for when another one has it."""
-    error: HeadraceError | None = None
-    for call in asyncio.as_completed(calls):
-        try:
-            return await call
-        except grpc.aio.AioRpcError as failure:
-            refusal = from_rpc_error(failure)
-            if refusal.code not in (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
-                error = refusal
-    if error is not None:
-        raise error
+    refusal: HeadraceError | None = None
+    asked = [asyncio.ensure_future(call) for call in calls]
+    try:
+        for answer in asyncio.as_completed(asked):
+            try:
+                return await answer
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc_error(failure)
+                if error.code not in _NOBODY:
+                    refusal = error
+    finally:
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    if refusal is not None:
+        raise refusal
     return None

@@ -118,6 +118,7 @@ def test_what_is_asked_about_a_request_is_answered_whichever_gateway_took_the_co
         # 2. Cancelled from there.
         running = Stream(zero, PROMPTS[0], "long")
         until(lambda: running.tokens)
+        assert one.audit(0.5).clean and running.is_alive(), "what another gateway has in progress is no leak"
         assert one.cancel("long") and not one.cancel("nobody's")
         running.join(20)
         assert running.error is not None and running.error.code is Code.CANCELLED
