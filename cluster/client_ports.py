@@ -1,8 +1,9 @@
 """The ports where clients come, as the launcher sees them: free before anything is started, and held while gateways
 share them, so that they are the deployment's also while one of them is replaced.
 
-A held socket is bound and never listens. It is bound alone, so that a port that anybody has is told, and only then
-lets others in (SO_REUSEPORT; the kernel admits this user's alone).
+A held socket is bound and never listens. It is bound alone, so that a port that anybody has is told, and only then lets
+those in that share (SO_REUSEPORT; the kernel admits this user's alone). SO_REUSEADDR is for its own binding beside
+connections that have just ended; kept, it would let others bind a port where nobody listens.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def held(gateway: GatewayConfig) -> Iterator[tuple[int, int]]:
             if gateway.replicas == 1:
                 sock.close()
                 continue
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             for index in range(gateway.replicas):
                 own = own_port(port, index, gateway.replicas)

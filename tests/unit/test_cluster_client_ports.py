@@ -27,23 +27,39 @@ def taken() -> Iterator[int]:
         yield int(sock.getsockname()[1])
 
 
+def assert_refused(http_port: int) -> None:
+    """Another deployment, of one gateway or of several, cannot have the port."""
+    for replicas in (1, 2):
+        with pytest.raises(StartupError, match=f"gateway.http_port: {HOST}:{http_port}: .*--http-port"):
+            held(config(replicas=replicas, http_port=http_port)).__enter__()
+
+
 def test_the_ports_of_several_gateways_are_theirs_alone_while_they_are_held() -> None:
     with held(config(replicas=2)) as (grpc_port, http_port):
         assert grpc_port and http_port and grpc_port != http_port
-        # 1. Each gateway of them may listen there, again too after its death.
+        # 1. Nobody else's before a gateway listens.
+        assert_refused(http_port)
         for _ in range(2):
+            # 2. All gateways may listen there, and others may not.
             with bound(HOST, http_port, "p", is_shared=True) as one, bound(HOST, http_port, "p", is_shared=True) as two:
                 one.listen()
                 two.listen()
-                # 2. Another deployment, of one or of several, may not.
-                for replicas in (1, 2):
-                    with (
-                        pytest.raises(StartupError, match=f"gateway.http_port: {HOST}:{http_port}: .*--http-port"),
-                        held(config(replicas=replicas, http_port=http_port)),
-                    ):
-                        pass
-    # 3. Nothing holds them afterwards.
+                assert_refused(http_port)
+            # 3. Nor when all gateways have died; their successors may.
+            assert_refused(http_port)
+    # 4. Nothing holds them afterwards.
     bound(HOST, http_port, "p").close()
+
+
+def test_ports_with_connections_that_have_just_ended_can_be_held_again() -> None:
+    with held(config(replicas=2)) as (_, http_port), bound(HOST, http_port, "p", is_shared=True) as gateway:
+        gateway.setblocking(True)
+        gateway.listen()
+        with socket.create_connection((HOST, http_port), timeout=5) as client:
+            gateway.accept()[0].close()
+            assert client.recv(1) == b""
+    with held(config(replicas=2, http_port=http_port)) as ports:
+        assert ports[1] == http_port
 
 
 def test_a_held_port_takes_no_connection() -> None:

@@ -32,6 +32,7 @@ def values(whole: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def test_gateways_series_stand_apart_and_workers_stand_once() -> None:
     whole = merged({"gateway-1": text(3, 8, with_tools=True), "gateway-0": text(5, 9)}, "gateway-0")
+    assert whole.count("# HELP plain_total ") == whole.count("# TYPE plain_total ") == 1
     assert values(whole) == {
         ("headrace_branches_total", (("gateway", "gateway-0"), ("outcome", 'odd "x}'))): 5.0,
         ("headrace_branches_total", (("gateway", "gateway-1"), ("outcome", 'odd "x}'))): 3.0,
