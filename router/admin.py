@@ -42,14 +42,14 @@ class AdminService(rpc.AdminServicer):
         self,
         gateway: Gateway,
         authenticator: Authenticator,
-        siblings: Siblings | None = None,
-        presence: Presence | None = None,
-        metrics: DoorMetrics | None = None,
+        siblings: Siblings,
+        presence: Presence,
+        metrics: DoorMetrics,
     ) -> None:
         self._gateway = gateway
         self._authenticator = authenticator
-        self._siblings = siblings or Siblings()
-        self._presence = presence or Presence()
+        self._siblings = siblings
+        self._presence = presence
         self._metrics = metrics
 
     async def SetMembers(
@@ -63,7 +63,7 @@ class AdminService(rpc.AdminServicer):
     async def Account(self, request: pb.AccountRequest, context: grpc.aio.ServicerContext) -> pb.AccountResponse:
         await self._require_cluster(context)
         account = self._account()
-        if request.metrics and self._metrics is not None:
+        if request.metrics:
             account.metrics = self._metrics.text()
         return account
 

@@ -11,6 +11,7 @@ import os
 import sys
 
 import kernels.environment  # noqa: F401  (first: it decides where numba keeps compiled code)
+from headrace.clock import monotonic
 from headrace.errors import StartupError
 from headrace.process import die_with_parent, log_to_stderr, serve
 from headrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
@@ -38,7 +39,8 @@ class GatewayProcess:
     """start -> wait -> stop. Errors before readiness are StartupError with one clear line.
 
     A gateway with siblings has doors of its own from the start, for the controller and for whoever means this one; it
-    opens those that all share once it can place requests, so that no client meets a newcomer that knows no worker.
+    opens those that all share once it can place requests, so that no client meets a newcomer that knows no worker. It
+    waits `liveness_s` for that: where there is no worker, clients shall be told so.
     """
 
     def __init__(self, spec: GatewaySpec) -> None:
@@ -110,12 +112,13 @@ class GatewayProcess:
 
     async def _open_shared(self, doors: Doors) -> None:
         assert self.gateway is not None and self.spec.shared_grpc_port is not None
-        while not self.gateway.ready():
+        end = monotonic() + self.spec.liveness_s
+        while not self.gateway.ready() and monotonic() < end:
             await asyncio.sleep(READY_POLL_S)
         try:
             http_socket = bound(self.spec.host, self.spec.shared_http_port or 0, "http_port", is_shared=True)
             await doors.open(self.spec.shared_grpc_port, http_socket)
-        except StartupError as error:
+        except (StartupError, OSError) as error:
             log.error("shared_doors_closed error=%s", error)
             self._stopped.set()  # nobody would reach it: the controller starts another
             return

@@ -18,8 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.client_ports import held
+from cluster.config.schema import GatewayConfig
 from headrace.client import HeadraceClient, Options, ToolWait
 from headrace.errors import Code, HeadraceError
+from router.spec import GatewayReady, GatewaySpec
+from tests.fleet import Proc
 from tests.model_fixtures import tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +53,8 @@ class Served:
         self.ready_file, self.log, self.tmp = folder / "ready.json", folder / "serve.log", folder / "tmp"
         self.tmp.mkdir()
         config = folder / "two.yaml"
-        config.write_text(CONFIG.format(model=tiny_model(folder / "model")))
+        self.model = tiny_model(folder / "model")
+        config.write_text(CONFIG.format(model=self.model))
         command = [sys.executable, "-m", "headrace.cli", "serve", str(config), "--ready-file", str(self.ready_file)]
         with self.log.open("w") as log:
             env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp)}
@@ -217,6 +222,31 @@ def test_a_killed_worker_is_replaced_for_all_gateways(served: Served) -> None:
                 }.issuperset({again["incarnation"]})
             )
             assert client.generate(PROMPTS[0], max_tokens=4).usage.completion_tokens
+
+
+def test_a_gateway_that_has_no_worker_says_so_at_the_shared_address_after_a_while(served: Served) -> None:
+    ports = GatewayConfig(replicas=2, grpc_port=0, http_port=0)
+    with held(ports) as (grpc_port, http_port), contextlib.ExitStack() as stack:
+        spec = GatewaySpec(
+            gateway_id="gateway-0",
+            model_path=str(served.model),
+            served_model_name="tiny",
+            max_model_len=1024,
+            grpc_port=0,
+            http_port=0,
+            shared_grpc_port=grpc_port,
+            shared_http_port=http_port,
+            liveness_s=0.5,
+            cluster_token="t" * 16,
+            controller_pid=os.getpid(),
+        )
+        alone = Proc("router.main", spec)
+        stack.callback(alone.kill)
+        ready = GatewayReady.model_validate_json(alone.ready_line())
+        assert ready.client_addresses == (f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}")
+        client = stack.enter_context(HeadraceClient(ready.grpc_address, timeout_s=20))
+        until(lambda: client.status().gateway.open)
+        assert httpx.get(f"http://{ready.client_addresses[1]}/health", timeout=20).status_code == 503
 
 
 def test_a_second_deployment_at_its_ports_is_refused_and_the_end_leaves_nothing(served: Served, tmp_path: Path) -> None:
