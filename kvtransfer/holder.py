@@ -33,14 +33,14 @@ from kvtransfer.wire import record_to_proto, split_hashes
 class LeaseGrant:
     """A request's blocks as of now; what comes later arrives through `LeaseHolder.computed` and `handed_off`.
 
-    Of a fetch: all blocks that it gets.
+    Of a fetch: those on the device, and later those that came up to it.
     """
 
     key: RequestKey
     blocks: Sequence[int]
     """Complete blocks so far, in logical order."""
     record: HandOffRecord | None = None
-    """Set once the first token is sampled, and in a fetch; `blocks` are all blocks then."""
+    """Set once the first token is sampled, of a fetch once no more comes; `blocks` are all blocks then."""
 
 
 class LeaseSource(Protocol):
@@ -50,7 +50,8 @@ class LeaseSource(Protocol):
         """Pins a request's blocks for a reader; Rejected when it has one already. `lease_ended` follows a grant."""
 
     def grant_fetch(self, request_id: str, attempt: int, hashes: Sequence[bytes]) -> LeaseGrant | Rejected:
-        """Pins the leading run of these blocks that is cached, under a key of its own. `lease_ended` follows a grant.
+        """Pins the leading run of these blocks that is cached, under a key of its own, and has what lies below the
+        device come up. `lease_ended` follows a grant.
 
         `request_id`: the reader's, a label here; several readers may use one.
         """

@@ -13,7 +13,8 @@
 Either side may end it at any time: LeaseClose(not completed), LeaseRevoked, the stream's break, or silence.
 
 A fetch of a prefix is the same between workers of any role: LeaseOpen names blocks by their hashes, the holder
-announces the leading run of them that it has cached and seals it at once, with a HandOff that has no output.
+announces the leading run of them that it has cached, what lies below its device as it comes up, and seals it with a
+HandOff that has no output.
 """
 
 from kvtransfer.adoption import Adoption, HandoffSink, HandoffStats

@@ -47,6 +47,7 @@ _COUNTERS = (
     ("prefix_cache_evictions", "evictions", "Cached blocks given up for others"),
     ("tier_offloads", "offloads", "Blocks copied from the device to the host ahead of their eviction"),
     ("tier_restores", "restores", "Blocks copied from the host back to the device"),
+    ("tier_staged", "staged_blocks", "Blocks copied from the host to the device for other workers to read"),
     ("tier_spills", "spills", "Blocks written to disk"),
     ("tier_promotions", "promotions", "Blocks read from disk into the host"),
     ("tier_host_evictions", "host_evictions", "Blocks dropped from the host for others"),

@@ -32,6 +32,7 @@ from workers.spec import WorkerReady, WorkerSpec
 TOKEN = "cluster-secret"
 VOCAB = 267
 BLOCK_SIZE = 16
+FAKE_BLOCK_BYTES = FakeRunner().layout.block_bytes
 MakeLane = Callable[[str], Transport]
 
 
@@ -188,9 +189,17 @@ class Workers:
             long_prefill_token_threshold=32,
             **(values | options),  # type: ignore[arg-type]
         )
+        host_blocks = spec.swap_bytes // FAKE_BLOCK_BYTES
         self.all[name] = Worker(
             spec,
-            lambda _: FakeRunner(1024, num_blocks=num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,), step_s=step_s),
+            lambda _: FakeRunner(
+                1024,
+                num_blocks=num_blocks,
+                vocab_size=VOCAB,
+                eos_token_ids=(EOS,),
+                step_s=step_s,
+                host_blocks=host_blocks,
+            ),
         )
         self.ready[name] = await self.all[name].start()
         self.sessions[name] = await Session(self.ready[name].address).open()

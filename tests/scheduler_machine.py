@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.core.records import FinishReason
+from headrace.errors import Rejected
 from headrace.ids import RequestKey
 from tests.core_world import World, alone, chain, make_settings
 from tests.scheduler_laws import check_blocks, check_plan, toy_cost_s, toy_predictor
@@ -291,13 +292,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A peer asks for a prefix that somebody here had."""
         request = data.draw(st.sampled_from(list(self.world.seen.values())))
         key = RequestKey(1_000_000 + len(self.pins))
-        if key not in self.pins and self.world.scheduler.pin_cached(key, "peer", request.block_hashes):
+        if key in self.pins:
+            return
+        if not isinstance(self.world.scheduler.open_fetch(key, "peer", request.block_hashes, self.world.now), Rejected):
             self.pins.append(key)
 
     @precondition(lambda self: self.pins)
     @rule()
     def peer_is_done(self) -> None:
-        assert self.world.scheduler.unpin_cached(self.pins.pop())
+        assert self.world.scheduler.close_fetch(self.pins.pop())
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), over=st.booleans())

@@ -1,4 +1,5 @@
-"""The shell of `workers.core.fetches`: reads prefixes from peers' caches, and lets peers read this worker's.
+"""The shell of `workers.core.fetches` and `workers.core.staging`: reads prefixes from peers' caches, and lets peers
+read this worker's.
 
 Part of the hub: runs on the event loop and takes the engine's lock for as long as it changes the scheduler. A read that
 fails costs its request nothing but time: it computes what it did not get.
@@ -15,10 +16,11 @@ from headrace.errors import Rejected
 from headrace.ids import RequestKey
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.lease import whole_blocks
-from kvtransfer.service import Adoption, End, HandOffRecord, HandoffStats, LeaseGrant, LeaseReader
+from kvtransfer.service import Adoption, End, HandOffRecord, HandoffStats, LeaseGrant, LeaseHolder, LeaseReader
 from workers.core.fetches import Fetch
 from workers.core.request import Request
 from workers.core.scheduler import Scheduler
+from workers.core.staging import FetchSource
 
 log = logging.getLogger("headrace.workers.fetcher")
 
@@ -32,6 +34,7 @@ class Fetcher:
         self,
         scheduler: Scheduler,
         reader: LeaseReader,
+        holder: LeaseHolder,
         counters: MutableMapping[str, float],
         clock: Clock,
         new_key: Callable[[], RequestKey],
@@ -41,11 +44,13 @@ class Fetcher:
         """The engine's; set before the first request comes."""
         self._scheduler = scheduler
         self._reader = reader
+        self._holder = holder
         self._counters = counters
         self._clock = clock
         self._new_key = new_key
         self._changed = changed
         self._reads: dict[RequestKey, Adoption] = {}
+        scheduler.staging.on_change = self._staged
 
     # ---- reading
 
@@ -79,9 +84,10 @@ class Fetcher:
         self._changed()
 
     def tick(self) -> None:
-        """Gives up reads that take too long."""
+        """Gives up reads that take too long, and what peers wait for too long."""
         with self.lock:
             overdue = self._scheduler.fetches.overdue(self._clock())
+            self._scheduler.staging.expire(self._clock())
         self.cancel(overdue, OVERDUE)
 
     # ---- what a read's end means
@@ -123,19 +129,41 @@ class Fetcher:
     def grant(self, request_id: str, attempt: int, hashes: Sequence[bytes]) -> LeaseGrant | Rejected:
         key = self._new_key()
         with self.lock:
-            blocks = self._scheduler.pin_cached(key, f"{request_id}/{attempt}", hashes)
-        if not blocks:
-            return Rejected("not_cached")
+            source = self._scheduler.open_fetch(key, f"{request_id}/{attempt}", hashes, self._clock())
+        if isinstance(source, Rejected):
+            self._count(**{f"fetch_refused_{source.reason}": 1})
+            return source
         self._count(fetch_grants=1)
-        return LeaseGrant(key, blocks, whole_blocks(len(blocks), self._reader.block_size))
+        return LeaseGrant(key, source.blocks, self._record(source) if source.is_over else None)
 
     def lease_ended(self, key: RequestKey) -> bool:
         """False when it was not the lease of a fetch."""
         with self.lock:
-            found = self._scheduler.unpin_cached(key)
+            found = self._scheduler.close_fetch(key)
         if found:
             self._changed()
         return found
+
+    def _staged(self, key: RequestKey) -> None:
+        """Blocks have come up for a peer, or no more will. From any thread, under the lock."""
+        if not self._reader.loop.is_closed():
+            self._reader.loop.call_soon_threadsafe(self._tell_peer, key)
+
+    def _tell_peer(self, key: RequestKey) -> None:
+        with self.lock:
+            source = self._scheduler.fetch_source(key)
+        if source is None:
+            self._changed()  # its lease was over before its last copy was
+        elif source.blocks:
+            self._holder.computed(key, source.blocks)
+            if source.is_over:
+                self._holder.handed_off(key, self._record(source))
+        elif source.is_over:
+            self._count(**{f"fetch_refused_{source.reason}": 1})
+            self._holder.request_ended(key, source.reason)
+
+    def _record(self, source: FetchSource) -> HandOffRecord:
+        return whole_blocks(len(source.blocks), self._reader.block_size)
 
     def _count(self, **amounts: float) -> None:
         for name, amount in amounts.items():

@@ -71,7 +71,7 @@ class Hub(ToolWaits):
         self._loop = asyncio.get_running_loop()
         self.holder = make_holder(self)
         self.reader = reader
-        self.fetcher = Fetcher(scheduler, reader, self.counters, clock, self._new_key, self._reserve)
+        self.fetcher = Fetcher(scheduler, reader, self.holder, self.counters, clock, self._new_key, self._reserve)
         self._engine: Engine | None = None
 
     def attach(self, engine: Engine) -> None:
@@ -339,10 +339,10 @@ class Hub(ToolWaits):
         now = self._clock()
         self.fetcher.tick()
         with self.engine.lock:
-            idle_pins = self._scheduler.revocable_pins()
+            idle_fetches = self._scheduler.revocable_fetches()
             expired = [self._entries[key] for key in self._scheduler.expire(now) if key in self._entries]
             stuck = self._scheduler.revocable(now)
-        for key in idle_pins:
+        for key in idle_fetches:
             self.holder.revoke(key, "pressure")
         for entry in expired:
             self._done(entry, FinishReason.DEADLINE)

@@ -1,8 +1,8 @@
-"""The threads that move cached blocks between device, host and disk, beside the steps: one copies to the host, one
-reads and writes files. Neither is ever waited for.
+"""The threads that move cached blocks between device, host and disk, beside the steps: one copies to the host, and from
+there to the device for peers, one reads and writes files. No step ever waits for either.
 
-Both ask the scheduler under its lock what to do, do it without, and tell how it went. The copier takes a bounded share
-of the time; so does writing. Reads go first: a request waits for them.
+Both ask the scheduler under its lock what to do, do it without, and tell how it went. Copies to the host take a bounded
+share of the time; so do writes. Reads, and copies for peers, go first: somebody waits for them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.clock import Clock, monotonic
 from headrace.errors import StartupError
 from headrace.process import EXIT_BROKEN
 from workers.core.scheduler import Scheduler
+from workers.core.staging import StageCopy
 from workers.core.tier_actions import Forget, Offload, Promote, Spill
 from workers.disk_store import DiskStore
 from workers.runner.base import Runner
@@ -30,6 +31,8 @@ COPY_BYTES = 32 << 20
 """In one look, so at most so much is under way."""
 LOOK_SHARE = 0.02
 """Of the time, at most, that a look for what to copy keeps the lock."""
+STAGED = 8
+"""Blocks that are copied for a peer before it hears of them."""
 WRITES = 2
 READS = 8
 COPY_SHARE = 0.2
@@ -60,6 +63,10 @@ class Movers:
         self._wanted = threading.Event()
         """Reads wait."""
         self._tiering.on_reads = self._wanted.set
+        self._staging = scheduler.staging
+        self._asked = threading.Event()
+        """Something may have to be copied for a peer."""
+        self._staging.on_wanted = self._asked.set
         self._threads = []
         if runner.host_blocks:
             self._threads.append(threading.Thread(target=self._guarded, args=(self._copy,), name="copier", daemon=True))
@@ -74,6 +81,7 @@ class Movers:
         """After what is under way."""
         self._stopping.set()
         self._wanted.set()
+        self._asked.set()
         for thread in self._threads:
             thread.join()
 
@@ -81,21 +89,50 @@ class Movers:
 
     def _copy(self) -> None:
         most = max(1, COPY_BYTES // self._host.shape[1])
-        rest_s = LOOK_S
-        while not self._stopping.wait(rest_s):
-            with self._lock:
-                looked = self._clock()
-                offloads = self._tiering.offloads(most)
-                began = self._clock()
-            for offload in offloads:
-                self._copy_one(offload)
-            copy_rest_s = (self._clock() - began) * (1.0 / COPY_SHARE - 1.0) if offloads else LOOK_S
-            rest_s = max(copy_rest_s, (began - looked) / LOOK_SHARE)
+        look_at = self._clock() + LOOK_S
+        while not self._stopping.is_set():
+            staged = self._stage()
+            if (now := self._clock()) >= look_at:
+                look_at = self._offload(most)
+            elif not staged:
+                self._asked.wait(look_at - now)
+
+    def _offload(self, most: int) -> float:
+        """Returns when to look again."""
+        with self._lock:
+            looked = self._clock()
+            offloads = self._tiering.offloads(most)
+            began = self._clock()
+        for offload in offloads:
+            self._copy_one(offload)
+        ended = self._clock()
+        copy_rest_s = (ended - began) * (1.0 / COPY_SHARE - 1.0) if offloads else LOOK_S
+        return ended + max(copy_rest_s, (began - looked) / LOOK_SHARE)
 
     def _copy_one(self, offload: Offload) -> None:
         self._host[offload.host_block] = self._device[offload.device_block]
         with self._lock:
             self._tiering.offloaded(offload.ticket)
+
+    # ---- host -> device, for peers
+
+    def _stage(self) -> bool:
+        """The next blocks that a peer waits for; False: there are none now."""
+        self._asked.clear()
+        if self._stopping.is_set():
+            return False
+        with self._lock:
+            copy = self._staging.next_copy(STAGED)
+        if copy is None:
+            return False
+        self._copy_up(copy)
+        return True
+
+    def _copy_up(self, copy: StageCopy) -> None:
+        for host_block, device_block in copy.pairs:
+            self._device[device_block] = self._host[host_block]
+        with self._lock:
+            self._staging.copied(copy.ticket)
 
     # ---- host <-> disk
 
@@ -137,6 +174,8 @@ class Movers:
             ended = self._clock()
             with self._lock:
                 self._tiering.promoted(read.ticket, outcome, ended - began, ended)
+                if len(self._staging):
+                    self._asked.set()
         return bool(reads)
 
     def _write(self, store: DiskStore) -> float:

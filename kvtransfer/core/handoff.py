@@ -11,8 +11,8 @@ KV: only the holder's answer after the last read makes them usable. A read given
 write quarantines its target blocks; `End` names them, and `ReleaseQuarantine` follows when that read is terminal. All
 other reserved blocks are the request's (ACTIVE) or free (`End`).
 
-A fetch differs in the record alone: it has no output, and whole blocks, perhaps fewer than were reserved. It comes
-right after the one announce; ACTIVE means that these blocks are verified.
+A fetch differs in the record alone: it has no output, and whole blocks, perhaps fewer than were reserved. ACTIVE means
+that these blocks are verified.
 
 A local contradiction raises InvariantError; one from the holder fails this hand-off only. Does not: know time or
 sockets.

@@ -9,7 +9,8 @@ yet reported pulled counts as a read in flight, so a revoke can never pass an an
 timer: liveness is the shell's, and silence arrives as `broken`. A reader that breaks the protocol ends its own lease,
 nothing more.
 
-A lease on cached blocks (a peer's fetch) is SEALED as soon as it is open, by a record of whole blocks without output.
+A lease on cached blocks (a peer's fetch) is SEALED by a record of whole blocks without output, once all that the holder
+can give is on its device: most often as soon as it is open.
 
 Does not: know blocks' contents, pools, sockets or time.
 """

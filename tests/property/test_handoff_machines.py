@@ -25,7 +25,7 @@ FAULTS = ("cancel", "revoke", "request_ended", "break", "pull_fails", "holder_cr
 
 class World:
     """One hand-off of `num_blocks` blocks, of which the reader has the first `skip`; or a fetch, of as many blocks as
-    the holder has.
+    the holder has, the first of them on its device.
     """
 
     def __init__(
@@ -41,8 +41,11 @@ class World:
         self.holder_memory = {block: "empty" for block in self.remote}
         self.reader_memory = {b: (f"kv{i}" if i < self.skip else "empty") for i, b in enumerate(self.local)}
         if is_fetch:
-            self.computed = self.num_blocks
-            self.holder_memory = {block: f"kv{i}" for i, block in enumerate(self.remote)}
+            self.computed = rng.choice([rng.randint(0, self.num_blocks), self.num_blocks])
+            self.holder_memory |= {block: f"kv{i}" for i, block in enumerate(self.remote[: self.computed])}
+        self.record = ls.HandOffRecord((7,), self.num_tokens)
+        if is_fetch:
+            self.record = ls.whole_blocks(self.num_blocks, BLOCK_SIZE)
         self.lease: ls.Lease | None = None
         self.reader = h.Handoff(BLOCK_SIZE, is_fetch=is_fetch)
         self.to_holder: deque[object] = deque()
@@ -119,7 +122,7 @@ class World:
                     self.holder_does(lease.computed(self.remote[: self.computed]))
             case "hand_off":
                 assert lease
-                self.holder_does(lease.handed_off(ls.HandOffRecord((7,), self.num_tokens)))
+                self.holder_does(lease.handed_off(self.record))
             case "deliver_holder":
                 self.deliver_holder(self.to_holder.popleft())
             case "deliver_reader":
@@ -184,8 +187,8 @@ class World:
                 self.lease = self.holder_class(LeaseId("lease-1"), RequestKey(1), Incarnation("inc-1"))
                 self.to_reader.append("opened")
                 self.holder_does(self.lease.computed(self.remote[: self.computed]))
-                if self.is_fetch:
-                    self.holder_does(self.lease.handed_off(ls.whole_blocks(self.num_blocks, BLOCK_SIZE)))
+                if self.is_fetch and self.computed == self.num_blocks:
+                    self.holder_does(self.lease.handed_off(self.record))
             case h.SendPulled(num_blocks=n):
                 assert self.lease
                 self.holder_does(self.lease.reader_pulled(n))

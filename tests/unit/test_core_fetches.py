@@ -14,6 +14,7 @@ from workers.core.fetch_pins import FetchPins
 from workers.core.fetches import LEAST_PATIENCE_S, PATIENCE, Fetch
 from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
+from workers.core.staging import FetchSource
 
 PEER = RequestKey(99)
 
@@ -241,16 +242,18 @@ def test_a_peer_gets_the_leading_run_that_is_here_and_nobody_takes_it_away() -> 
     world.run()
     hashes = block_hashes(ROOT, [*prompt, 50, 51, 52, 53, 54, 55, 56], 4)
     # 1. three of five
-    blocks = world.scheduler.pin_cached(PEER, "req-9/1", hashes)
+    source = world.scheduler.open_fetch(PEER, "req-9/1", hashes, world.now)
+    assert isinstance(source, FetchSource) and source.is_over
+    blocks = source.blocks
     assert len(blocks) == 3 and world.scheduler.holders() == {"lease fetch req-9/1": 3}
-    assert world.scheduler.revocable_pins() == []
+    assert world.scheduler.revocable_fetches() == []
     # 2. somebody else needs all blocks: it waits, and the pin may be revoked
     big = world.submit(28, 1)
     assert world.step() is None
-    assert world.scheduler.revocable_pins() == [PEER]
+    assert world.scheduler.revocable_fetches() == [PEER]
     assert [world.pool.label_of(block) for block in blocks] == hashes[:3]
     # 3. over, once
-    assert world.scheduler.unpin_cached(PEER) and not world.scheduler.unpin_cached(PEER)
+    assert world.scheduler.close_fetch(PEER) and not world.scheduler.close_fetch(PEER)
     world.run()
     world.assert_output_as_alone(big)
     world.assert_drained()

@@ -1,8 +1,8 @@
 """This worker's cached blocks while peers read them: pinned for as long as the peer's lease is open.
 
 A peer asks by the blocks' full names, whose chain begins with the tenant's namespace: who knows a name may have the
-block. It gets the leading run that is here, or nothing, at once: nobody waits for room here while it holds blocks
-there.
+block. It gets the leading run that is on the device, or nothing, at once: nobody waits for room here while it holds
+blocks there. What lies below the device is `workers.core.staging`'s.
 
 Does not: talk, or know whose the blocks were.
 """
@@ -40,6 +40,11 @@ class FetchPins:
     @property
     def keys(self) -> list[RequestKey]:
         return list(self._pins)
+
+    def get(self, key: RequestKey) -> tuple[int, ...]:
+        """Empty when there is no such pin."""
+        pin = self._pins.get(key)
+        return () if pin is None else pin.blocks
 
     def pin(self, key: RequestKey, reader: str, hashes: Sequence[bytes], spare_blocks: int) -> tuple[int, ...]:
         """Blocks of the leading run of `hashes` that is cached and can be pinned with `spare_blocks` left available.

@@ -35,6 +35,11 @@ LEAST_PATIENCE_S = 0.5
 """And at least so long: it may have to connect first."""
 
 
+def patience_s(num_tokens: int, token_s: float) -> float:
+    """How long a read of so many tokens may take, at `token_s` predicted seconds to compute one instead."""
+    return max(LEAST_PATIENCE_S, PATIENCE * num_tokens * token_s)
+
+
 @dataclass(slots=True, eq=False)
 class Fetch:
     key: RequestKey
@@ -119,7 +124,7 @@ class Fetches:
             token_ids=tuple(request.token_ids[len(shared) * size : (len(shared) + len(hashes)) * size]),
             targets=tuple(targets),
             shared=tuple(shared),
-            give_up_at=now + max(LEAST_PATIENCE_S, PATIENCE * len(hashes) * size * token_s),
+            give_up_at=now + patience_s(len(hashes) * size, token_s),
         )
         return fetch
 

@@ -25,6 +25,7 @@ from workers.core.queues import Queues
 from workers.core.request import HostCopy, Keep, Request
 from workers.core.residency import Residency
 from workers.core.settings import SchedulerSettings
+from workers.core.staging import Staging
 from workers.core.tiering import Tiering
 from workers.core.tool_wait import Call, TakeRate
 from workers.core.waiting import WaitingLine
@@ -74,6 +75,8 @@ class Holdings:
         self._host = HostBlocks(settings.host_blocks)
         self.tiering = Tiering(settings, pool, cache, self._host, self._pace)
         """Cached blocks in host memory and on disk."""
+        self.staging = Staging(pool, self.tiering)
+        """Blocks on their way up for peers."""
         self._batch = DecodeBatch(settings)
         self._journal = Journal(tracing, pool, self._batch, settings.max_num_batched_tokens)
         self.admission = QueueAdmission(settings)
@@ -114,7 +117,7 @@ class Holdings:
             for request in self.requests.values()
             if request.block_ids
         }
-        held |= self.fetches.holders() | self._pins.holders()
+        held |= self.fetches.holders() | self._pins.holders() | self.staging.holders()
         return held | {f"quarantine {name}": n for name, n in self._pool.quarantine_holders().items()}
 
     def unfilled_slots(self) -> int:
@@ -139,9 +142,11 @@ class Holdings:
             raise InvariantError("a request is in no queue, or in one although it is forgotten")
         self.tiering.check_integrity(self._host_copies())
         self.fetches.check_integrity()
+        self.staging.check_integrity()
         refs = Counter(block for request in self.requests.values() for block in request.block_ids)
         refs.update(self.fetches.blocks())
         refs.update(self._pins.blocks())
+        refs.update(self.staging.blocks())
         refs.update([] if self._flight is None else self._flight.copied)
         if any(self._pool.refs(block) != refs[block] for block in range(self._pool.num_blocks)):
             raise InvariantError("references to blocks and block tables differ")

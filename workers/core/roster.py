@@ -21,6 +21,7 @@ from workers.core.limits import refusal
 from workers.core.request import Request, State
 from workers.core.residency import quarantine_holder
 from workers.core.stages import Stage
+from workers.core.staging import FetchSource, StageState
 
 
 class Roster(Holdings):
@@ -156,17 +157,36 @@ class Roster(Holdings):
         self.fetches.failed(key, quarantined)
         self._end_fetching(key, now)
 
-    def pin_cached(self, key: RequestKey, reader: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """For a peer's fetch, see `FetchPins.pin`; nothing while this worker is closed."""
-        return () if self.admission.closed else self._pins.pin(key, reader, hashes, self._spare_blocks())
+    def open_fetch(self, key: RequestKey, reader: str, hashes: Sequence[bytes], now: float) -> FetchSource | Rejected:
+        """For a peer's fetch: the leading run of `hashes` that is cached in any tier, as far as there is room.
 
-    def unpin_cached(self, key: RequestKey) -> bool:
-        return self._pins.unpin(key)
+        Rejected with closed | no_room | busy, or a reason of `Staging.begin`, when there is nothing to give.
+        """
+        if self.admission.closed:
+            return Rejected("closed")
+        blocks = self._pins.pin(key, reader, hashes, self._spare_blocks())
+        on_device, reason = len(self._cache.match(hashes)), "no_room"
+        if len(blocks) == on_device:
+            reason = self._stage(key, reader, hashes[on_device:], now)
+        return FetchSource(blocks, is_over=bool(reason)) if blocks or not reason else Rejected(reason)
 
-    def revocable_pins(self) -> list[RequestKey]:
+    def fetch_source(self, key: RequestKey) -> FetchSource | None:
+        """What of it is on the device by now; None: its lease is over."""
+        stage = self.staging.get(key)
+        if stage is None:
+            return FetchSource(self._pins.get(key), is_over=True) if key in self._pins else None
+        is_over = stage.state is StageState.SEALED
+        return FetchSource((*self._pins.get(key), *stage.ready), is_over, stage.reason)
+
+    def close_fetch(self, key: RequestKey) -> bool:
+        """The lease is over. False when it was already."""
+        pinned, staged = self._pins.unpin(key), self.staging.end(key)
+        return pinned or staged
+
+    def revocable_fetches(self) -> list[RequestKey]:
         """Leases of fetching peers that may be revoked, where no read is in flight: somebody here lacks blocks."""
         lacks = self._queues.lacking_blocks is not None or self._queues.adopting
-        return self._pins.keys if lacks else []
+        return list(dict.fromkeys([*self._pins.keys, *self.staging.keys])) if lacks else []
 
     # ---- readers
 
@@ -249,6 +269,12 @@ class Roster(Holdings):
         if self._cached_tokens(request) >= request.fetch_blocks * self._pool.block_size:
             return False
         return self.fetches.begin(request, self._spare_blocks(), self._pace.prefill_token_s, now) is not None
+
+    def _stage(self, key: RequestKey, reader: str, hashes: Sequence[bytes], now: float) -> str:
+        """Empty, or why nothing comes from below the device."""
+        if self._flight is not None and self._flight.plan.swap_out and self.tiering.tiers.run(hashes[:1]):
+            return "busy"  # blocks that are free by now are still to be copied from
+        return self.staging.begin(key, reader, hashes, self._spare_blocks(), self._pace.prefill_token_s, now)
 
     def _end_fetching(self, key: RequestKey, now: float) -> None:
         request = self.requests.get(key)

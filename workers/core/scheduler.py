@@ -219,6 +219,7 @@ class Scheduler(Selection):
                 "partial_tokens_hit": self._residency.partial_tokens_hit,
                 "saved_prefill_ms": int(self._residency.saved_prefill_ms),
                 "cow_copies": self._residency.cow_copies,
+                "staged_blocks": self.staging.staged_blocks,
                 "followed": self._queues.following.followed,
                 "evictions": self._pool.evictions,
                 "evicted_ms": int(self._pool.idle.evicted_ms),

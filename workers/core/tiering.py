@@ -79,7 +79,7 @@ class Tiering:
     def offloads(self, most: int) -> list[Offload]:
         """Copies to make now, of blocks that the device will evict next."""
         ahead = self._ahead - self._pool.free_blocks
-        if ahead <= 0 or not self._pays(self._settings.host_copy_block_s):
+        if ahead <= 0 or not self.copy_pays():
             return []
         turn, behind = self._pool.idle.turns, max(0, self._pool.evictable_blocks - ahead)
         copied_at, copied_behind = self._all_copied
@@ -117,20 +117,22 @@ class Tiering:
         """An accepted request with this chain, without its last token: have read from disk what pays."""
         if not self.tiers.disk_blocks or not hashes:
             return
-        start = len(self._cache.match(hashes))
-        run = self.tiers.run(hashes, start)
-        if not run:
-            return
-        if not self._pays(self._read_block_s * (1.0 + self._num_reading / run)):
+        if self.read_up(hashes[len(self._cache.match(hashes)) :], self._tag(request.tenant)):
+            request.expects_blocks_until = self.promise(now)
+
+    def read_up(self, hashes: Sequence[bytes], tag: bytes | None) -> int | None:
+        """Have read from disk what of the leading run of `hashes` is there and not in the host, as far as the host has
+        room. Returns how many blocks; None: computing them is sooner. `tag`: see `Tiers.promote`."""
+        run = self.tiers.run(hashes)
+        if run and not self._pays(self._read_block_s * (1.0 + self._num_reading / run)):
             self._read_block_s *= _DOUBT
-            return
-        reads = self.tiers.promote(hashes[start : start + run], self._tag(request.tenant))
-        if not reads:
-            return
-        self._reads += reads
-        self._num_reading += len(reads)
-        request.expects_blocks_until = self.promise(now)
-        self.on_reads()
+            return None
+        reads = self.tiers.promote(hashes[:run], tag)
+        if reads:
+            self._reads += reads
+            self._num_reading += len(reads)
+            self.on_reads()
+        return len(reads)
 
     def promise(self, now: float) -> float:
         """When what is being read will be there, at the latest, if reads go on as they do."""
@@ -149,9 +151,13 @@ class Tiering:
 
     def host_run(self, hashes: Sequence[bytes], start: int) -> int:
         """How many blocks of the chain from `start` on a step should take from the host."""
-        if start >= len(hashes) or not self._pays(self._settings.host_copy_block_s):
+        if start >= len(hashes) or not self.copy_pays():
             return 0
         return self.tiers.host_run(hashes, start)
+
+    def copy_pays(self) -> bool:
+        """Copying a block from the host is sooner than computing it."""
+        return self._pays(self._settings.host_copy_block_s)
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """Tokens of the chain that need not be computed, by what all tiers have now."""

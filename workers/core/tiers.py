@@ -113,14 +113,15 @@ class Tiers(HostTier):
 
     # ---- disk -> host
 
-    def promote(self, hashes: Sequence[bytes], tag: bytes) -> list[Promote]:
-        """Read what of the leading run is stored and not in the host, as far as there is room."""
+    def promote(self, hashes: Sequence[bytes], tag: bytes | None) -> list[Promote]:
+        """Read what of the leading run is stored and not in the host, as far as there is room; only what is of `tag`,
+        if one is given."""
         actions: list[Promote] = []
         for block_hash in hashes:
             if block_hash in self._host:
                 continue
             stored = self._disk.get(block_hash)
-            if stored is None or stored.place is not Place.STORED or stored.block.tag != tag:
+            if stored is None or stored.place is not Place.STORED or tag not in (None, stored.block.tag):
                 break
             host_block = self._room_in_host()
             if host_block is None:
