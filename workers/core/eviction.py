@@ -10,7 +10,8 @@ block without a hit counts a twentieth of one that had its first: prompts that c
 come again.
 
 Only leaves are candidates: a block whose predecessor is gone can never be hit. Over its quota a tenant's own least
-worthy leaf goes before all others. O(log n) a block; equal worth goes by who was left first.
+worthy leaf goes before all others. Equal worth goes by who was left first. O(log n) a block, on
+average over many.
 
 Does not: know hashes or tokens, or hold references.
 """
@@ -19,14 +20,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from headrace.errors import InvariantError
+from workers.core.eviction_order import Entry, EvictionOrder
 
 _FRESH = 0.05
 _REMEMBERED = 8
 """Evicted blocks whose hits are remembered, as a multiple of the blocks that there are."""
-_Entry = tuple[float, int, int]
 
 
 class IdleBlocks:
@@ -51,11 +52,10 @@ class IdleBlocks:
         self._depth = [0] * num_blocks
         self._saved_ms = [0.0] * num_blocks
         self._tenant = [""] * num_blocks
-        self._leaves: list[_Entry] = []
-        """(worth, turn, block), with entries that are no leaf of that turn any more."""
+        self._leaves = EvictionOrder(self._is_leaf)
         self._num_idle: dict[str, int] = {}
         """By tenant, when there are quotas; as the next two."""
-        self._own_leaves: dict[str, list[_Entry]] = {}
+        self._own_leaves: dict[str, EvictionOrder] = {}
         self._over: dict[str, None] = {}
         """Tenants over their quotas."""
         self._remembered: dict[int, int] = {}
@@ -154,10 +154,10 @@ class IdleBlocks:
         Without a leaf all idle blocks have followers in use: the deepest one goes, and its followers lose their place.
         """
         block = -1
-        if self._over:
-            block = self._first(self._own_leaves.get(next(iter(self._over)), []))  # none: all have followers
+        if self._over and (own := self._own_leaves.get(next(iter(self._over)))) is not None:
+            block = own.first()  # none: all have followers
         if block < 0:
-            block = self._first(self._leaves)
+            block = self._leaves.first()
         if block < 0:
             block = max(self, key=self._depth.__getitem__)
         worth = self._worth[block]
@@ -168,34 +168,41 @@ class IdleBlocks:
         return block
 
     def coming(self, most: int) -> Iterator[int]:
-        """The blocks that are evicted next, in order, as far as quotas do not change it; at most so many.
-
-        O(leaves) for the first, O(log leaves) for each other. Nothing may change meanwhile.
+        """The blocks that are evicted next, in order, as far as quotas do not change it, and as far as `look_ahead` has
+        seen to it; at most so many. O(log most) for each. Nothing may change meanwhile.
         """
-        heap = list({e for e in self._leaves if self._turn[e[2]] == e[1] and e[2] not in self._kids})
-        heapify(heap)
+        leaves = self._leaves.ahead()
+        leaf = next(leaves, None)
+        bared: list[Entry] = []
+        """A heap of those that are leaves once what was told is gone."""
         kids: dict[int, int] = {}
-        while heap and most > 0:
-            block = heappop(heap)[2]
+        told = 0
+        while told < most and (leaf is not None or (bared and self._leaves.is_all_ahead)):
+            if leaf is None or (bared and bared[0] < leaf):
+                block = heappop(bared)[2]
+            else:
+                block, last = leaf[2], leaf
+                while leaf == last:
+                    leaf = next(leaves, None)
             yield block
-            most -= 1
+            told += 1
             parent = self._parent[block]
             if parent >= 0:
                 kids[parent] = kids.get(parent, len(self._kids[parent])) - 1
                 if not kids[parent] and self._turn[parent]:
-                    heappush(heap, (self._worth[parent], self._turn[parent], parent))
+                    heappush(bared, (self._worth[parent], self._turn[parent], parent))
+
+    def look_ahead(self, most: int, steps: int) -> bool:
+        """Prepares `coming` for so many, with so many steps at most. False: it will tell of fewer than there are."""
+        return self._leaves.look_ahead(most, steps)
 
     def next_ms(self) -> float:
         """Prefill time that the next eviction is expected to give up: what a hit would save, by how likely one is.
 
         0 when nothing can be evicted.
         """
-        block = self._first(self._leaves)
+        block = self._leaves.first()
         return 0.0 if block < 0 else self._saved_ms[block] * min(1.0, _FRESH + self._hits[block])
-
-    def idle_of(self, tenant: str) -> int:
-        """Idle blocks of a tenant; counted when there are quotas."""
-        return self._num_idle.get(tenant, 0)
 
     def check_integrity(self, parents: Mapping[int, int]) -> None:
         """Raises InvariantError unless `parents` (labelled block -> parent or -1) is this forest, and counts agree."""
@@ -214,31 +221,23 @@ class IdleBlocks:
             raise InvariantError("the counts of idle blocks are wrong")
         if set(self._over) != {tenant for tenant, count in counts.items() if count > self.quota}:
             raise InvariantError("a tenant over its quota is not noted, or one within it is")
-        if not {block for block in idle if block not in self._kids} <= {
-            b for _, turn, b in self._leaves if self._turn[b] == turn
-        }:
-            raise InvariantError("an idle leaf is no candidate for eviction")
+        self._leaves.check_integrity({self._entry(block) for block in idle if block not in self._kids})
 
     # ---- inside
 
-    def _first(self, heap: list[_Entry]) -> int:
-        """The block of the first valid entry, -1 without one."""
-        while heap:
-            _, turn, block = heap[0]
-            if self._turn[block] == turn and block not in self._kids:
-                return block
-            heappop(heap)
-        return -1
+    def _is_leaf(self, entry: Entry) -> bool:
+        _, turn, block = entry
+        return self._turn[block] == turn and block not in self._kids
+
+    def _entry(self, block: int) -> Entry:
+        return (self._worth[block], self._turn[block], block)
 
     def _push(self, block: int) -> None:
-        entry = (self._worth[block], self._turn[block], block)
-        self._push_on(self._leaves, entry, self._count)
+        entry = self._entry(block)
+        self._leaves.add(entry, self._count)
         if self.quota < len(self._turn):
             tenant = self._tenant[block]
-            self._push_on(self._own_leaves.setdefault(tenant, []), entry, self._num_idle[tenant])
-
-    def _push_on(self, heap: list[_Entry], entry: _Entry, num_idle: int) -> None:
-        heappush(heap, entry)
-        if len(heap) > 2 * num_idle + 64:
-            heap[:] = {kept for kept in heap if self._turn[kept[2]] == kept[1] and kept[2] not in self._kids}
-            heapify(heap)
+            own = self._own_leaves.get(tenant)
+            if own is None:
+                own = self._own_leaves[tenant] = EvictionOrder(self._is_leaf)
+            own.add(entry, self._num_idle[tenant])

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from workers.core.blocks import BlockPool
 from workers.core.host_blocks import HostBlocks
@@ -28,8 +30,9 @@ from workers.core.tier_actions import Block, Forget, Offload, Outcome, Promote, 
 from workers.core.tiers import Tiers
 
 _MAX_AHEAD = 512
-"""Blocks that are copied down before they go, at most: a look at them costs the lock for a time that grows with their
-number."""
+"""Blocks that are copied down before they go, at most."""
+_LOOK_BLOCKS = 128
+"""Of them, what one look sees: it keeps the lock for about a millisecond, however large the cache."""
 _EASE = 0.1
 _SLACK_S = 0.02
 """Promised reads may be late by so much, and as much again as they were predicted to take."""
@@ -37,6 +40,21 @@ _UNKNOWN_READ_S = 0.002
 """What a block's read is promised to take before the first one."""
 _DOUBT = 0.95
 """Of what reads were seen to take is believed after each time that it was too much: it may have been a bad moment."""
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """A pass over the blocks that are evicted next, in several looks; each of the first `seen` is in the host, or on
+    its way there."""
+
+    turn: int
+    """Of the idle blocks when it began."""
+    behind: int
+    """Idle blocks behind all that it is to see, when it began."""
+    evictions: int
+    """Of the pool, when `seen` was true."""
+    seen: int = 0
+    is_over: bool = False
 
 
 class Tiering:
@@ -57,8 +75,7 @@ class Tiering:
         self._pace = pace
         self._ahead = min(_MAX_AHEAD, pool.num_blocks, host.num_blocks // 2)
         """So that half of the host has what the device has no more."""
-        self._all_copied = (-1, 0)
-        """Turn of the idle blocks at which a look ahead found nothing to copy, and how many were behind what it saw."""
+        self._sweep = _Sweep(-1, 0, 0, is_over=True)
         self._reads: deque[Promote] = deque()
         self._num_reading = 0
         self._read_block_s = 0.0
@@ -77,28 +94,33 @@ class Tiering:
     # ---- down
 
     def offloads(self, most: int) -> list[Offload]:
-        """Copies to make now, of blocks that the device will evict next."""
-        ahead = self._ahead - self._pool.free_blocks
+        """Copies to make now, of blocks that the device will evict next. A look sees a bounded number of them; the next
+        one goes on behind."""
+        pool, idle, sweep = self._pool, self._pool.idle, self._sweep
+        ahead = self._ahead - pool.free_blocks
         if ahead <= 0 or not self.copy_pays():
             return []
-        turn, behind = self._pool.idle.turns, max(0, self._pool.evictable_blocks - ahead)
-        copied_at, copied_behind = self._all_copied
-        if turn == copied_at and behind >= copied_behind:
-            return []  # idle blocks may have gone since, but none has come near its turn
+        behind = max(0, pool.evictable_blocks - ahead)
+        if sweep.is_over:
+            if idle.turns == sweep.turn and behind >= sweep.behind:
+                return []  # idle blocks may have gone since, but none has come near its turn
+            sweep = self._sweep = _Sweep(idle.turns, behind, pool.evictions)
+        sweep.seen, sweep.evictions = max(0, sweep.seen + sweep.evictions - pool.evictions), pool.evictions
+        end = min(sweep.seen + _LOOK_BLOCKS, ahead)
+        is_told_all = idle.look_ahead(end, 2 * _LOOK_BLOCKS)
         actions: list[Offload] = []
-        for device_block in self._pool.idle.coming(ahead):
+        for device_block in islice(idle.coming(end), sweep.seen, None):
             block_hash, parent, tenant = self._cache.content(device_block)
-            if not block_hash or self.tiers.in_host(block_hash):
-                continue
-            block = Block(block_hash, parent, self._tag(tenant), self._pool.idle.saved_ms(device_block))
-            action = self.tiers.offload(block, device_block)
-            if action is None:
-                return actions  # no room: the look is not over
-            actions.append(action)
+            if block_hash and not self.tiers.in_host(block_hash):
+                block = Block(block_hash, parent, self._tag(tenant), idle.saved_ms(device_block))
+                action = self.tiers.offload(block, device_block)
+                if action is None:
+                    return actions  # no room: the next look begins here
+                actions.append(action)
+            sweep.seen += 1
             if len(actions) == most:
-                break
-        if not actions:
-            self._all_copied = (turn, behind)
+                return actions
+        sweep.is_over = sweep.seen >= ahead or (is_told_all and sweep.seen < end)
         return actions
 
     def offloaded(self, ticket: int) -> None:
