@@ -98,11 +98,6 @@ def request_root(model: bytes, namespace: bytes, adapter: str = "") -> bytes:
     return _digest(b"headrace.root", (model, namespace, adapter))
 
 
-def namespace_root(model_identity: bytes, tenant: str, cache_salt: str, secret: str) -> bytes:
-    """`request_root` of a request without an adapter, from the tenant's own words."""
-    return request_root(model_identity, namespace_id(tenant, cache_salt, secret))
-
-
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int, previous: Sequence[bytes] = ()) -> list[bytes]:
     """Hashes of all full blocks of `token_ids` (16 bytes each); the partial last block has none.
 

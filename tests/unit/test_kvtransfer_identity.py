@@ -13,7 +13,7 @@ from kvtransfer.core.identity import (
     IDENTITY_FIELDS,
     block_hashes,
     model_identity,
-    namespace_root,
+    namespace_id,
     request_root,
     root_hash,
 )
@@ -57,7 +57,7 @@ def test_field_order_does_not_matter_and_types_do() -> None:
 def test_namespace_parts_cannot_slide_into_each_other() -> None:
     m = model_identity(**MODEL)
     roots = {
-        namespace_root(m, tenant, salt, secret)
+        request_root(m, namespace_id(tenant, salt, secret))
         for tenant, salt, secret in [
             ("ab", "c", ""),
             ("a", "bc", ""),
@@ -66,7 +66,11 @@ def test_namespace_parts_cannot_slide_into_each_other() -> None:
             ("ab", "", "c"),
         ]
     }
-    roots |= {namespace_root(b"x" * 16, "ab", "c", ""), request_root(m, b"n"), request_root(m, b"n", "lora")}
+    roots |= {
+        request_root(b"x" * 16, namespace_id("ab", "c", "")),
+        request_root(m, b"n"),
+        request_root(m, b"n", "lora"),
+    }
     assert len(roots) == 8
 
 
@@ -110,7 +114,8 @@ def test_names_are_equal_in_every_process() -> None:
         "from kvtransfer.core.identity import *;"
         "m = model_identity(weights=b'w', quantization='q', tokenizer='t', chat_template='c', tool_schema='s',"
         " attention='a', kv_dtype='d', kv_layout='l');"
-        "print(block_hashes(namespace_root(m, 'tenant', 'salt', 'secret'), list(range(100)), 16)[-1].hex())"
+        "root = request_root(m, namespace_id('tenant', 'salt', 'secret'));"
+        "print(block_hashes(root, list(range(100)), 16)[-1].hex())"
     )
     runs = [
         subprocess.Popen(
