@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from headrace.control_groups import available_bytes
 from headrace.core.fairness import ServiceCounters
 from headrace.paths import cache_root
 from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
@@ -38,7 +39,7 @@ from workers.memory_watch import MemoryWatch
 from workers.movers import Movers
 from workers.predictor_file import load_predictor, profile_key
 from workers.runner.base import Runner
-from workers.runner.pool import available_bytes, is_pinned
+from workers.runner.pool import is_pinned
 from workers.server import SERVER_OPTIONS, WorkerService
 from workers.spec import WorkerReady, WorkerSpec
 

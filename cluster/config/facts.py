@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from headrace.control_groups import available_bytes, core_quota
 from headrace.errors import StartupError
 from workers.model.loaders import Weights
 from workers.model.weight_format import WeightFormat
@@ -33,23 +32,10 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """Cores and memory that this process may use: affinity and control-group limits count."""
+    """Cores and memory that this process may use: affinity counts, and the limits of its control groups."""
     cores = len(os.sched_getaffinity(0))
-    quota = _read_words("/sys/fs/cgroup/cpu.max")
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    available = psutil.virtual_memory().available
-    limit, used = _read_words("/sys/fs/cgroup/memory.max"), _read_words("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdigit():
-        available = min(available, max(0, int(limit[0]) - int(used[0])))
-    return Machine(cores=cores, available_bytes=available)
-
-
-def _read_words(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().split()
-    except OSError:
-        return []
+    quota = core_quota()
+    return Machine(max(1, int(quota)) if quota < cores else cores, available_bytes())
 
 
 def read_model_facts(folder: Path, weight_format: WeightFormat) -> ModelFacts:

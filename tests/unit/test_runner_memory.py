@@ -21,7 +21,7 @@ from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request
 from workers.core.scheduler import Scheduler
 from workers.core.watermarks import Level, Marks, Watermarks
-from workers.runner.pool import available_bytes, is_pinned, release_pages, touch_pages
+from workers.runner.pool import is_pinned, release_pages, touch_pages
 from workers.runner.torch_runner import TorchRunner
 
 MIB = 1 << 20
@@ -125,41 +125,6 @@ def test_a_process_stays_within_a_limit_that_shrinks_under_load_and_takes_its_me
     assert max(retired) * block_bytes > 30 * MIB
     assert retired[-1] == 0
     assert resident[-1] > tight + 20 * MIB
-
-
-def write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("_", ".", 1)).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("line", "top", "names"),
-    [
-        ("0::/a/b", "", ("memory_max", "memory_current", "inactive_file")),
-        (
-            "4:cpu,memory:/a/b",
-            "memory",
-            ("memory_limit_in_bytes", "memory_usage_in_bytes", "total_inactive_file"),
-        ),
-    ],
-)
-def test_what_is_available_is_the_least_room_of_the_machine_and_of_every_group_above(
-    tmp_path: Path, line: str, top: str, names: tuple[str, str, str]
-) -> None:
-    limit, used, cache = names
-    group = tmp_path / "sys/fs/cgroup" / top / "a"
-    write(tmp_path / "proc", meminfo="MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    assert available_bytes(tmp_path) == 8000 * 1024
-    write(tmp_path / "proc/self", cgroup=f"3:pids:/x\n{line}\n")
-    write(group / "b", **{limit: "5000", used: "3000", "memory_stat": f"anon 1\n{cache} 500\n"})
-    assert available_bytes(tmp_path) == 2500
-    write(group, **{limit: "9000", used: "8000", "memory_stat": ""})
-    assert available_bytes(tmp_path) == 1000
-    write(group, **{limit: "7000"})
-    assert available_bytes(tmp_path) == 0
-    write(group, **{limit: "max"})
-    assert available_bytes(tmp_path) == 2500
 
 
 def test_ordinary_memory_is_not_pinned() -> None:

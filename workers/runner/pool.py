@@ -6,55 +6,17 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.control_groups import available_bytes
 from headrace.errors import StartupError
 from kvtransfer.transports.base import PoolBytes, runs
 from kvtransfer.transports.base import allocate_pool as map_pool
 
 _MARGIN_BYTES = 128 << 20
 """What must stay free beside the pool for everything else in the process to go on."""
-_GROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Limit, use, and what of it can be dropped: names in versions 2 and 1 of control groups."""
-_NO_LIMIT = 1 << 60
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the least of MemAvailable and the room in its memory control group and in
-    those above it, of either version. `root`: of the file system."""
-    limits = []
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-    for group in _memory_groups(root):
-        for limit, used, cache in _GROUP_FILES:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
-                top = int((group / limit).read_text())
-                if top >= _NO_LIMIT:
-                    continue  # what else is to be read takes the kernel a millisecond
-                room = top - int((group / used).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                limits.append(room + int(stat.get(cache, 0)))
-    return max(0, min(limits)) if limits else 1 << 62
-
-
-def _memory_groups(root: Path) -> Iterator[Path]:
-    """Folders of the control groups that this process's memory counts in; some may not be visible."""
-    lines = ["0::/"]
-    with contextlib.suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if not kinds or "memory" in kinds.split(","):
-            group = Path(path.lstrip("/"))
-            top = root / "sys/fs/cgroup" / ("memory" if kinds else "")
-            yield from (top / part for part in (group, *group.parents))
 
 
 def allocate_pool(num_bytes: int, beside_bytes: int = 0) -> PoolBytes:

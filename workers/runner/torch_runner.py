@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from headrace.control_groups import available_bytes
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import RequestKey
 from headrace.paths import cache_root
@@ -25,7 +26,7 @@ from workers.model.loaders import Weights
 from workers.model.matrices import storage_text
 from workers.model.weight_format import WeightFormat
 from workers.runner.exact import exact_self_test
-from workers.runner.pool import allocate_pool, available_bytes, release_pages, touch_pages
+from workers.runner.pool import allocate_pool, release_pages, touch_pages
 from workers.runner.sample import sampling_table
 
 _DTYPE_BYTES = 4
