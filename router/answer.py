@@ -11,6 +11,7 @@ from headrace.core.records import FinishReason
 from router.api import Delta, Explanation, GenerationSpec, Usage
 from router.branch_text import BranchText
 from router.core.flight import Flight
+from router.core.foresight import Outlook
 from router.core.legs import Deliver, Ended
 from router.text import TextModel
 
@@ -33,6 +34,8 @@ class Branch:
     """Predicted length of the whole output."""
     tenant_index: int = 0
     """Of the gate's service counters."""
+    outlook: Outlook | None = None
+    """What was foreseen when it came in."""
     learned: set[int] = field(default_factory=set)
     """Attempts whose first token the router has been told of."""
     hashes: list[bytes] = field(default_factory=list)

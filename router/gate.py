@@ -12,9 +12,12 @@ from headrace.core.fairness import ServiceCounters
 from headrace.core.lengths import OutputLengths
 from headrace.core.records import FinishReason
 from headrace.errors import Code, HeadraceError, invalid
+from router.answer import FINISH_NAMES
 from router.api import GenerationSpec
+from router.core.decision import RouteAsk
 from router.core.flight import Flight
-from router.core.pace import Pace
+from router.core.foresight import Foresight, Outlook
+from router.core.placement import Mode
 from router.core.router import Router
 from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
 
@@ -42,6 +45,8 @@ class Admitted:
     """Predicted length of each choice's output."""
     tenant_indices: tuple[int, ...] = ()
     """One a choice, of `Gate.service`; `Gate.left` gives each back."""
+    outlook: Outlook | None = None
+    """What was foreseen of a choice, where anything asks for that."""
 
 
 class Gate:
@@ -53,8 +58,10 @@ class Gate:
         """What each tenant has had of prefill and decode workers together; workers are told with each request."""
         self.decisions: Counter[tuple[str, str]] = Counter()
         """Choices by (action, reason) since the start."""
+        self.foresight = Foresight()
         self._spec = spec
-        self._pace = Pace()
+        self._mode = Mode(spec.mode)
+        self._foresees = spec.refuse_lost_deadlines or spec.max_queue_s is not None
         limits = {name: _limits(tenant) for name, tenant in spec.tenants.items()}
         queue = QueueLimits(
             max_live_requests=spec.max_live_requests,
@@ -65,8 +72,19 @@ class Gate:
         )
         self.admission = Admission(queue, limits.get(EVERY_OTHER_TENANT), limits, spec.kv_bytes_per_token)
 
-    def enter(self, spec: GenerationSpec, router: Router, can_start: bool, time_left_s: float, now: float) -> Admitted:
-        """Books the whole call. Raises HeadraceError, having booked nothing, with reason and retry time."""
+    def enter(
+        self,
+        spec: GenerationSpec,
+        keys: tuple[int, ...],
+        router: Router,
+        can_start: bool,
+        time_left_s: float,
+        now: float,
+    ) -> Admitted:
+        """Books the whole call. Raises HeadraceError, having booked nothing, with reason and retry time.
+
+        keys: of the prompt's full blocks, as the router has them.
+        """
         max_tokens = max(params.max_tokens for params in spec.sampling)
         num_prompt = len(spec.prompt_ids)
         shortest, reserved = self._output_range(spec, max_tokens)
@@ -75,9 +93,12 @@ class Gate:
             capacity_tokens=router.most_capacity_tokens,
             can_start=can_start,
         )
-        queued_tokens = router.least_queued_tokens
-        # A request alone delays nobody. Letting it in is also the way out of averages from worse times, which only
-        # completed requests can mend.
+        outlook = None
+        if self._foresees:
+            outlook = router.outlook(self._route_ask(spec, keys, max_tokens, reserved, time_left_s), now)
+        forecast = self.foresight.forecast(outlook, shortest, reserved)
+        # A request alone delays nobody. Letting it in is also the way out of forecasts from worse times, whose errors
+        # only completed requests can show.
         judged = self._spec.refuse_lost_deadlines and self.admission.held.live_requests > 0
         ask = Ask(
             tenant=spec.tenant,
@@ -85,9 +106,9 @@ class Gate:
             max_tokens=max_tokens,
             reserved_output_tokens=reserved,
             num_requests=len(spec.sampling),
-            engine_s=self._pace.prefill_s(num_prompt),
+            engine_s=0.0 if forecast is None else forecast.prefill_s,
             time_left_s=time_left_s if judged else None,
-            forecast=self._pace.forecast(queued_tokens, num_prompt, shortest, reserved) if judged else None,
+            forecast=forecast,
         )
         decision = self.admission.enter(ask, room, now)
         self.decisions[decision.action, decision.reason] += ask.num_requests
@@ -99,7 +120,7 @@ class Gate:
         if decision.best_effort:
             log.info("best_effort tenant=%s time_left_s=%.3f", spec.tenant, time_left_s)
         indices = tuple(self.service.enter(spec.tenant) for _ in spec.sampling)
-        return Admitted(decision.tickets, reserved, indices)
+        return Admitted(decision.tickets, reserved, indices, outlook)
 
     def refused(self, reason: str, num_requests: int) -> None:
         """Counts a refusal that needed no account."""
@@ -119,12 +140,39 @@ class Gate:
         self.admission.leave(ticket, now, output_tokens)
         self.service.leave(tenant_index)
 
-    def completed(self, spec: GenerationSpec, flight: Flight, reason: FinishReason) -> None:
-        """Learns from a choice that ended in good order."""
-        num_output = len(flight.output_ids)
-        capped = reason is FinishReason.LENGTH
-        self.lengths.observe(spec.endpoint, spec.tenant, spec.task, num_output, capped=capped)
-        self._pace.completed(flight.timeline, len(spec.prompt_ids), num_output)
+    def ended(self, spec: GenerationSpec, flight: Flight, outlook: Outlook | None, reason: FinishReason) -> None:
+        """Learns from a choice: from one that ended in good order, and of times from one that missed its deadline."""
+        num_output, line = len(flight.output_ids), flight.timeline
+        is_good = reason in FINISH_NAMES
+        if is_good:
+            capped = reason is FinishReason.LENGTH
+            self.lengths.observe(spec.endpoint, spec.tenant, spec.task, num_output, capped=capped)
+        if outlook is None or flight.attempt > 1:
+            return
+        if is_good and line.first_token is not None:
+            end = dict(line.to_end())
+            rest_s = end["exposed_hand_off"] + end["decode_queue"] + end["decode"]
+            self.foresight.completed(outlook, num_output, line.first_token - line.accepted, rest_s)
+        elif reason is FinishReason.DEADLINE and line.first_token is None and line.complete is not None:
+            self.foresight.missed(outlook, line.complete - line.accepted)
+
+    def _route_ask(
+        self, spec: GenerationSpec, keys: tuple[int, ...], max_tokens: int, output_tokens: int, time_left_s: float
+    ) -> RouteAsk:
+        """What its first plan will be asked for."""
+        return RouteAsk(
+            request_id="",
+            num_tokens=len(spec.prompt_ids),
+            keys=keys,
+            max_tokens=max_tokens,
+            expected_output_tokens=output_tokens,
+            mode=self._mode,
+            tenant=spec.tenant,
+            session=spec.session,
+            time_left_s=time_left_s,
+            no_cache=spec.no_cache,
+            may_wait=True,
+        )
 
     def _output_range(self, spec: GenerationSpec, max_tokens: int) -> tuple[int, int]:
         """Shortest and longest output that is likely, in tokens; the longest is what is reserved."""

@@ -44,7 +44,7 @@ from router.core.legs import (
 from router.core.placement import Mode
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
-from router.placing import Placing
+from router.placing import Names, Placing
 from router.session import WorkerSession
 from router.spec import GatewaySpec
 from router.text import TextModel
@@ -104,10 +104,13 @@ class Gateway:
         deadline_s = self.spec.default_deadline_s if spec.deadline_s is None else spec.deadline_s
         parents = self._parents(spec)
         check_unused(spec, self._kin.find(spec.tenant, spec.label))
-        admitted = self._admit(spec, deadline_s, now)
+        names = self.placing.names(spec)
+        admitted = self._admit(spec, names, deadline_s, now)
         events: Events = asyncio.Queue()
         timer = None
-        branches = [self._branch(spec, i, admitted, events, now, now + deadline_s) for i in range(len(spec.sampling))]
+        branches = [
+            self._branch(spec, i, names, admitted, events, now, now + deadline_s) for i in range(len(spec.sampling))
+        ]
         try:
             timer = asyncio.get_running_loop().call_later(deadline_s, self._deadline, branches)
             for branch in branches:
@@ -166,7 +169,7 @@ class Gateway:
 
     # ---- admission
 
-    def _admit(self, spec: GenerationSpec, deadline_s: float, now: float) -> Admitted:
+    def _admit(self, spec: GenerationSpec, names: Names, deadline_s: float, now: float) -> Admitted:
         """Books the call, or raises its refusal."""
         if self._draining:
             raise self._unavailable(spec, "draining", "the deployment is shutting down", 5.0)
@@ -176,7 +179,8 @@ class Gateway:
                 raise self._unavailable(spec, closed, "no worker takes new requests just now", 5.0)
             raise self._unavailable(spec, "no_worker", "no worker is ready", 2.0)
         need = len(spec.prompt_ids) + max(params.max_tokens for params in spec.sampling)
-        return self.gate.enter(spec, self.router, self.router.can_place(self._mode, need), deadline_s, now)
+        can_start = self.router.can_place(self._mode, need)
+        return self.gate.enter(spec, names.keys, self.router, can_start, deadline_s, now)
 
     def _unavailable(self, spec: GenerationSpec, reason: str, message: str, retry_after_s: float) -> HeadraceError:
         self.gate.refused(reason, len(spec.sampling))
@@ -196,6 +200,7 @@ class Gateway:
         self,
         spec: GenerationSpec,
         index: int,
+        names: Names,
         admitted: Admitted,
         events: Events,
         now: float,
@@ -216,6 +221,7 @@ class Gateway:
             session=spec.session,
             expected_output_tokens=admitted.reserved_output_tokens,
             no_cache=spec.no_cache,
+            keys=names.keys,
         )
         flight.timeline.received = spec.received_at or now
         flight.timeline.tokenized = spec.tokenized_at or now
@@ -224,12 +230,15 @@ class Gateway:
             flight=flight,
             index=index,
             spec=spec,
-            namespace=self.placing.namespace(spec),
+            namespace=names.namespace,
+            hashes=names.hashes,
+            hashed_for=names.hashed_for,
             deadline=deadline,
             events=events,
             ticket=admitted.tickets[index],
             reserved_output_tokens=admitted.reserved_output_tokens,
             tenant_index=admitted.tenant_indices[index],
+            outlook=admitted.outlook,
         )
 
     def _accept(self, branch: Branch, parents: list[Branch], now: float) -> None:
@@ -322,9 +331,9 @@ class Gateway:
 
     def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
         self.tools.ended(branch, reason)
+        self.gate.ended(branch.spec, branch.flight, branch.outlook, reason)
         if error is None:
             self.counters.completed += 1
-            self.gate.completed(branch.spec, branch.flight, reason)
             self.on_completed(branch.flight)
         elif reason is FinishReason.CANCELLED:
             self.counters.cancelled += 1

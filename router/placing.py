@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from dataclasses import dataclass, field
 
 from headrace.core.records import WorkerLedger, cache_key
 from headrace.ids import RequestId
@@ -30,6 +31,19 @@ RETRY_GAP_S = 0.01
 """Load reports come more often than anything changes for those who wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a prompt's blocks are called."""
+
+    namespace: bytes
+    hashed_for: str = ""
+    """Fingerprint of the workers that name blocks so; "": there are no names yet, or never."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks."""
+    keys: tuple[int, ...] = ()
+    """The same as the router has them."""
+
+
 class Placing:
     """`fingerprint`: of the workers that are there, hex, '' without any."""
 
@@ -51,9 +65,15 @@ class Placing:
 
     # ---- names
 
-    def namespace(self, spec: GenerationSpec) -> bytes:
+    def names(self, spec: GenerationSpec) -> Names:
+        """Of a call's prompt, the same for all its choices."""
         generation = self._generations.of(spec.tenant)
-        return namespace_id(spec.tenant, spec.cache_salt, self._spec.cache_namespace_secret, generation)
+        namespace = namespace_id(spec.tenant, spec.cache_salt, self._spec.cache_namespace_secret, generation)
+        fingerprint = self._fingerprint()
+        if spec.no_cache or not fingerprint:
+            return Names(namespace)
+        hashes = block_hashes(_root(fingerprint, namespace), spec.prompt_ids, self._spec.block_size)
+        return Names(namespace, fingerprint, hashes, tuple(map(cache_key, hashes)))
 
     def cleared(self, tenant: str | None) -> None:
         """From now on the tenant's blocks (None: everybody's) have other names, so that no order of arrival lets a new
@@ -70,8 +90,7 @@ class Placing:
         if branch.hashed_for == fingerprint and len(branch.hashes) >= flight.num_tokens // size:
             return
         known = branch.hashes if branch.hashed_for == fingerprint else ()
-        root = request_root(bytes.fromhex(fingerprint), branch.namespace)
-        branch.hashes = block_hashes(root, flight.token_ids, size, known)
+        branch.hashes = block_hashes(_root(fingerprint, branch.namespace), flight.token_ids, size, known)
         branch.hashed_for = fingerprint
         flight.keys = tuple(map(cache_key, branch.hashes))
 
@@ -127,3 +146,7 @@ def _generations_path(spec: GatewaySpec) -> Path | None:
     if spec.keeps_generations:
         return cache_root() / "kv" / "generations.json"
     return Path(spec.run_dir) / "generations.json" if spec.run_dir else None
+
+
+def _root(fingerprint: str, namespace: bytes) -> bytes:
+    return request_root(bytes.fromhex(fingerprint), namespace)

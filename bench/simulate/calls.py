@@ -14,6 +14,7 @@ from bench.simulate.workload import Job
 from headrace.core.records import FinishReason, cache_key
 from headrace.core.slo import Timeline
 from router.core.decision import Decision
+from router.core.foresight import Outlook
 from router.core.placement import Mode, WorkerKey
 from router.core.settings import RoutingSettings
 from workers.core.request import Request
@@ -37,6 +38,8 @@ class ClusterSpec:
     block_transfer_s: float = 0.0005
     """To send one block over a worker's lane; a lane sends one after the other."""
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    refuse_lost_deadlines: bool = False
+    """At the gateways, by their forecasts, as `gateway.limits.refuse_lost_deadlines`."""
     seed: int = 0
 
 
@@ -79,6 +82,8 @@ class Call:
     """Times that nobody could take it."""
     decision: Decision | None = None
     """The last plan."""
+    outlook: Outlook | None = None
+    """What was foreseen when it came."""
     whole_next: bool = False
     ended: bool = False
     seen: int = 0

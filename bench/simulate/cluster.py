@@ -92,6 +92,8 @@ class Cluster:
             max_tokens=max(MAX_TOKENS, job.output_tokens),
             outcome=outcome,
         )
+        if refused := call.gateway.refusal(call, self.now):
+            self._end(call, None, refused)
         self._place(call)
 
     def _place(self, call: Call) -> None:

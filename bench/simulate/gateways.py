@@ -8,9 +8,11 @@ from random import Random
 
 from bench.simulate.calls import FIRST_GUESS_TOKENS, Call, ClusterSpec
 from bench.simulate.fleet import ClusterWorker
+from headrace.core.admission_records import Attainment, Reason, attainment
 from headrace.core.lengths import OutputLengths
 from headrace.core.records import FinishReason
 from router.core.decision import Decision, RouteAsk
+from router.core.foresight import Foresight
 from router.core.placement import Mode, WorkerKey
 from router.core.policies import Policy
 from router.core.router import Router
@@ -25,6 +27,8 @@ class Gateway:
         self.number = number
         chance = Random(spec.seed * 1_000 + number).random
         self.router = Router(chance, spec.routing, Policy(spec.policy))
+        self.foresight = Foresight()
+        self._spec = spec
         self._workers = workers
         self._places = {worker.key: [0, 0] for worker in workers}
         """Changes and reports taken so far."""
@@ -52,6 +56,18 @@ class Gateway:
             if place[1] > before:
                 report = published.reports[place[1] - 1]
                 self.router.report(worker.key, replace(report.load, submit_seq=report.submit_seq[self.number]))
+
+    def refusal(self, call: Call, now: float) -> str:
+        """Why a call that arrives now may not come in; "" when it may."""
+        if not self._spec.refuse_lost_deadlines:
+            return ""
+        self.catch_up(now)
+        call.outlook = self.router.outlook(self.ask(call, self._spec.mode), now)
+        longest = self.predicted_tokens(call)
+        shortest = self._lengths.quantile("", call.job.tenant, "", 1.0 - OUTPUT_QUANTILE) or 1
+        forecast = self.foresight.forecast(call.outlook, min(shortest, longest), longest)
+        is_lost = attainment(forecast, call.job.deadline_s) is Attainment.LOST
+        return str(Reason.DEADLINE_LOST) if is_lost else ""
 
     def ask(self, call: Call, mode: Mode) -> RouteAsk:
         done = len(call.token_times)
@@ -83,5 +99,10 @@ class Gateway:
             num_output = len(call.token_times)
             self._lengths.observe("", call.job.tenant, "", num_output)
             self._output_tokens += _NEW * (num_output - self._output_tokens)
+            if call.outlook is not None and call.attempt == 1:
+                times = call.token_times
+                self.foresight.completed(call.outlook, num_output, times[0] - call.job.at_s, times[-1] - times[0])
+        elif reason is FinishReason.DEADLINE and call.outlook is not None and not call.token_times:
+            self.foresight.missed(call.outlook, (call.outcome.timeline.ended_at or call.job.at_s) - call.job.at_s)
         if call.decision is not None and call.token_times:
             self.router.completed(call.decision, (call.token_times[0] - call.job.at_s) * 1e3)

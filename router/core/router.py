@@ -14,7 +14,8 @@ from headrace.core.records import CacheChange, Role, WorkerLoad
 from router.core.arrays import Floats, Ints, Mask
 from router.core.cost import NUM_TERMS, NUM_WAYS, Parts, Prefix, Priced, Work, first_token_ms
 from router.core.decision import KINDS, Candidates, Decision, Fetch, PlanKind, RouteAsk
-from router.core.fleet_table import DECODE, Booking, FleetTable
+from router.core.fleet_table import Booking, FleetTable
+from router.core.foresight import Outlook, cheapest
 from router.core.lanes import Lanes
 from router.core.placement import Mode, WorkerKey
 from router.core.plans import (
@@ -192,14 +193,17 @@ class Router:
         live = np.flatnonzero(self.table.live[: self.table.num_slots])
         return int(self.table.capacity_tokens[live].max()) if len(live) else None
 
-    @property
-    def least_queued_tokens(self) -> int:
-        """Work ahead of a new prefill where there is least of it; 0 without a worker."""
-        table, count = self.table, self.table.num_slots
-        live = table.live[:count]
-        prefills = np.flatnonzero(live & (table.role[:count] != DECODE))
-        slots = prefills if len(prefills) else np.flatnonzero(live)
-        return int(queued_tokens(table, slots).min()) if len(slots) else 0
+    def outlook(self, ask: RouteAsk, now: float) -> Outlook | None:
+        """The cheapest plan's times as things stand; None when no worker can take it. Books nothing, draws nothing."""
+        self.table.steps.refresh()
+        ready, part = self._who(ask)
+        if part is None:
+            return None
+        depths = self._depths(ask)
+        coming = self._coming(ask, depths, now) if self.policy is Policy.COST else None
+        work = self._work(ask, int((depths * ready).max(initial=0)))
+        plans = plan_all(self.table, self.lanes, part, depths, coming, work, self.settings, self._affinity(ask))
+        return cheapest(self.table, part, plans, work)
 
     # ---- bookings
 

@@ -14,9 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.client import HeadraceClient
+from headrace.core.admission_records import Forecast
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from router.api import GenerationSpec
+from router.core.decision import RouteAsk
 from router.core.flight import FlightState
 from router.fleet_metrics import FleetMetrics
 from router.grpc_api import build_server
@@ -178,21 +180,30 @@ def test_each_limit_refuses_at_both_doors_with_its_reason(
 def test_a_doubtful_deadline_is_accepted_as_best_effort() -> None:
     async def main() -> None:
         async with world(C, gateway={"refuse_lost_deadlines": True}, step_s=0.01) as w:
-            # Outputs of one step more or less make the averages uncertain.
             for length in (1, 40, 2, 40, 3, 40, 2):
                 await w.ask(spec([3] * length, length, ignore_eos=True))
             [other] = await hold(w, 1)
             await until(lambda: w.gateway.router.table.total == 0)
-            queued_tokens = w.gateway.router.least_queued_tokens
-            forecast = w.gateway.gate._pace.forecast(queued_tokens, 30, 30, 30)
+            # Half a second of decode: nobody is sure of it to the millisecond, whatever the forecast is.
+            request = spec([4] * 30, 50, ignore_eos=True)
+            forecast = foreseen(w, request)
             assert forecast is not None and forecast.margin_s > 0
             # No slack at all: whether it ends in time is chance, that it is let in is not.
-            request = spec([4] * 30, 30, ignore_eos=True, deadline_s=forecast.total_s)
+            request = replace(request, deadline_s=forecast.total_s)
             await asyncio.gather(w.ask(request), return_exceptions=True)
             assert w.gateway.gate.decisions["accept", "deadline_doubtful"] == 1
             other.cancel()
             await asyncio.gather(other, return_exceptions=True)
             await w.assert_drained()
+
+    run(main())
+
+
+def foreseen(w: World, request: GenerationSpec) -> Forecast | None:
+    """Of a request whose length is sure."""
+    output, router = request.sampling[0].max_tokens, w.gateway.router
+    ask = RouteAsk("", len(request.prompt_ids), (), output, output, may_wait=True)
+    return w.gateway.gate.foresight.forecast(router.outlook(ask, asyncio.get_running_loop().time()), output, output)
 
 
 def test_a_deadline_is_not_lost_because_an_output_might_be_long_or_to_a_request_that_is_alone() -> None:

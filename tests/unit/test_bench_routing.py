@@ -17,6 +17,7 @@ from headrace.core.records import FinishReason, Role
 from headrace.core.slo import ttft_s
 from kvtransfer.core.identity import block_hashes
 from router.core.placement import Mode
+from router.core.settings import RoutingSettings
 
 BLOCK = 16
 SETTINGS = settings_of(
@@ -172,3 +173,25 @@ def test_workloads_are_seeded_and_in_order(name: str) -> None:
     bursts = [job.at_s for job in jobs if job.tenant == "b0"]
     assert len(bursts) == (routing_loads.SIBLINGS if load.siblings else 0)
     assert len(set(bursts)) <= 1
+
+
+def test_refusing_lost_deadlines_keeps_goodput_at_several_times_capacity() -> None:
+    """The gateway's forecasts, of the production router, against workers that then do what they do."""
+
+    def in_time(rate: float, judged: bool) -> tuple[float, int]:
+        rng = Random(1)
+        jobs = [
+            Job(at, rng.randint(10, 40) * BLOCK, rng.randint(5, 15), deadline_s=3.0)
+            for at in poisson(rng, rate, int(10 * rate))
+        ]
+        routed = RoutingSettings(chunk_tokens=SETTINGS.max_num_batched_tokens)
+        slow = worker(slower=10.0)
+        run = simulated(jobs, slow, slow, refuse_lost_deadlines=judged, routing=routed)
+        ended = [outcome.timeline.reason in (FinishReason.EOS, FinishReason.LENGTH) for outcome in run.outcomes]
+        return sum(ended) / 10, sum(outcome.refused == "deadline_lost" for outcome in run.outcomes)
+
+    # 1. with a little load nobody is refused, and all end in time
+    assert in_time(4.0, judged=True) == (4.0, 0)
+    # 2. at several times what the two can do, many are refused, and twice as many end in time
+    (kept, refused), (collapsed, _) = in_time(32.0, judged=True), in_time(32.0, judged=False)
+    assert refused > 100 and kept > 1.5 * collapsed
