@@ -97,7 +97,7 @@ class Door:
             ids,
             options,
             caller,
-            self.limits,
+            self.limits.capped(self.spec.endpoint(caller.endpoint).max_context_tokens),
             self._new_seed,
             tokenized_at=self.clock(),
             explain=explain,

@@ -16,10 +16,10 @@ from router.answer import FINISH_NAMES
 from router.api import GenerationSpec
 from router.core.decision import RouteAsk
 from router.core.flight import Flight
-from router.core.foresight import Foresight, Outlook
+from router.core.foresight import Foresight, Outlook, known_tokens
 from router.core.placement import Mode
 from router.core.router import Router
-from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
+from router.spec import EVERY_OTHER, GatewaySpec, TenantSpec
 
 log = logging.getLogger("headrace.router.gate")
 
@@ -70,7 +70,7 @@ class Gate:
             max_reserved_kv_tokens=spec.max_reserved_kv_tokens,
             max_queue_s=spec.max_queue_s,
         )
-        self.admission = Admission(queue, limits.get(EVERY_OTHER_TENANT), limits, spec.kv_bytes_per_token)
+        self.admission = Admission(queue, limits.get(EVERY_OTHER), limits, spec.kv_bytes_per_token)
 
     def enter(
         self,
@@ -91,6 +91,7 @@ class Gate:
         room = Room(
             max_model_len=self._spec.max_model_len,
             capacity_tokens=router.most_capacity_tokens,
+            max_uncached_tokens=self._spec.endpoint(spec.endpoint).max_uncached_tokens,
             can_start=can_start,
         )
         outlook = None
@@ -106,6 +107,7 @@ class Gate:
             max_tokens=max_tokens,
             reserved_output_tokens=reserved,
             num_requests=len(spec.sampling),
+            cached_tokens=known_tokens(router.table, router.index, keys, num_prompt),
             engine_s=0.0 if forecast is None else forecast.prefill_s,
             time_left_s=time_left_s if judged else None,
             forecast=forecast,
@@ -116,7 +118,7 @@ class Gate:
             log.info(
                 "refused tenant=%s reason=%s retry_after_s=%.3f", spec.tenant, decision.reason, decision.retry_after_s
             )
-            raise self._refusal(ask, room, decision)
+            raise self._refusal(spec, ask, room, decision)
         if decision.best_effort:
             log.info("best_effort tenant=%s time_left_s=%.3f", spec.tenant, time_left_s)
         indices = tuple(self.service.enter(spec.tenant) for _ in spec.sampling)
@@ -184,8 +186,15 @@ class Gate:
         shortest = max(self.lengths.quantile(*key, 1.0 - quantile) or 1, params.min_tokens)
         return min(shortest, longest), longest
 
-    def _refusal(self, ask: Ask, room: Room, decision: Decision) -> HeadraceError:
+    def _refusal(self, spec: GenerationSpec, ask: Ask, room: Room, decision: Decision) -> HeadraceError:
         reason = decision.reason
+        if reason is Reason.UNCACHED_TOKENS:
+            return invalid(
+                spec.prompt_field,
+                f"{ask.prompt_tokens - ask.cached_tokens} of its {ask.prompt_tokens} tokens are not cached; this "
+                f"endpoint takes at most {room.max_uncached_tokens} such tokens",
+                reason=reason,
+            )
         if reason is Reason.TOO_LONG:
             return invalid(
                 "max_tokens",
@@ -203,7 +212,7 @@ class Gate:
                 "max_tokens or n"
             )
             return invalid("max_tokens", text, reason=reason)
-        tenant = self._spec.tenants.get(ask.tenant) or self._spec.tenants.get(EVERY_OTHER_TENANT)
+        tenant = self._spec.tenants.get(ask.tenant) or self._spec.tenants.get(EVERY_OTHER)
         return HeadraceError(
             Code.RESOURCE_EXHAUSTED,
             _TEXTS[reason].format(gateway=self._spec, tenant=tenant),

@@ -136,7 +136,8 @@ class Gateway:
         """See `router.api.GatewayService`."""
         now = self._clock()
         branch = waiting(self._kin.find(tenant, label), index)
-        check_room(branch.flight, len(token_ids), self.router.most_capacity_tokens, field)
+        most_tokens = self.spec.endpoint(branch.spec.endpoint).max_context_tokens
+        check_room(branch.flight, len(token_ids), self.router.most_capacity_tokens, field, most_tokens)
         self.tools.answered(branch, now)
         self.gate.resumed(branch.ticket, len(token_ids), now)
         self.placing.name_blocks(branch)

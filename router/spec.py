@@ -8,8 +8,8 @@ from headrace.core.fairness import ServiceWeights
 from router.core.prefix_index import DEFAULT_MAX_ENTRIES
 from router.core.settings import RoutingSettings
 
-EVERY_OTHER_TENANT = "default"
-"""Its entry holds for every tenant without one."""
+EVERY_OTHER = "default"
+"""The name of an entry that holds for everything without one of its own."""
 
 
 class TenantSpec(BaseModel):
@@ -21,6 +21,15 @@ class TenantSpec(BaseModel):
     max_live_kv_bytes: int | None = None
     tokens_per_s: float | None = None
     burst_tokens: int = 0
+
+
+class EndpointSpec(BaseModel):
+    """What one call through an endpoint may ask for; None: no bound."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_context_tokens: int | None = None
+    max_uncached_tokens: int | None = None
 
 
 class GatewaySpec(BaseModel):
@@ -72,6 +81,8 @@ class GatewaySpec(BaseModel):
     kv_bytes_per_token: int = 0
     tenants: dict[str, TenantSpec] = {}
     """By name; `default` holds for every tenant without an entry."""
+    endpoints: dict[str, EndpointSpec] = {}
+    """By name; `default` holds for every endpoint without an entry."""
     service: ServiceWeights = ServiceWeights()
     """What a tenant's service is counted in, and the tenants' shares of it; the same at every worker."""
     max_attempts: int = 3
@@ -83,6 +94,10 @@ class GatewaySpec(BaseModel):
     """How often a tenant's cache was cleared is kept for good on this node's disk: some blocks outlive the deployment.
     """
     controller_pid: int = 0
+
+    def endpoint(self, name: str) -> EndpointSpec:
+        """The caps of an endpoint: chat, completions or generate."""
+        return self.endpoints.get(name) or self.endpoints.get(EVERY_OTHER) or EndpointSpec()
 
 
 class GatewayReady(BaseModel):

@@ -56,12 +56,15 @@ def waiting(bearers: Sequence[Branch], index: int) -> Branch:
     return found
 
 
-def check_room(flight: Flight, num_tokens: int, capacity_tokens: int | None, field: str) -> None:
+def check_room(
+    flight: Flight, num_tokens: int, capacity_tokens: int | None, field: str, max_context_tokens: int | None = None
+) -> None:
     """Raises when an answer of so many tokens leaves no room for a token of output, or for the output in any KV pool.
 
-    capacity_tokens: of the largest pool; None: not known.
+    capacity_tokens: of the largest pool; None: not known. max_context_tokens: of the endpoint; None: no bound.
     """
-    room = flight.max_model_len - 1 - flight.num_tokens
+    most = flight.max_model_len if max_context_tokens is None else min(flight.max_model_len, max_context_tokens)
+    room = most - 1 - flight.num_tokens
     if capacity_tokens is not None and capacity_tokens < flight.max_model_len:
         need = len(flight.prompt_ids) + flight.num_inserted + flight.sampling.max_tokens
         room = min(room, capacity_tokens - need)

@@ -41,6 +41,8 @@ class Limits:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    capped_by: str = "model"
+    """Whose limit `max_model_len` is."""
 
     @classmethod
     def of(cls, spec: GatewaySpec, text: TextModel) -> Limits:
@@ -60,6 +62,12 @@ class Limits:
             top_p=number("top_p", defaults.get("top_p", 1.0), 0, 1, above_low=True),
             top_k=_top_k(defaults.get("top_k", 0), limits.vocab_size),
         )
+
+    def capped(self, max_context_tokens: int | None) -> Limits:
+        """The same for an endpoint that takes no more than that."""
+        if max_context_tokens is None or max_context_tokens >= self.max_model_len:
+            return self
+        return replace(self, max_model_len=max_context_tokens, capped_by="endpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +244,8 @@ def check_length(field: str, num_prompt: int, limits: Limits) -> None:
 def too_long(field: str, num_prompt: str, limits: Limits) -> HeadraceError:
     return invalid(
         field,
-        f"this model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt} "
-        "and must leave room for at least 1 token of output",
+        f"this {limits.capped_by}'s maximum context length is {limits.max_model_len} tokens; the prompt has "
+        f"{num_prompt} and must leave room for at least 1 token of output",
     )
 
 
@@ -249,8 +257,9 @@ def output_room(num_prompt: int, options: Options, limits: Limits) -> int:
     elif options.max_tokens > room:
         raise invalid(
             options.max_tokens_field,
-            f"this model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt} and "
-            f"{options.max_tokens} of output were asked for, together {num_prompt + options.max_tokens}",
+            f"this {limits.capped_by}'s maximum context length is {limits.max_model_len} tokens; the prompt has "
+            f"{num_prompt} and {options.max_tokens} of output were asked for, together "
+            f"{num_prompt + options.max_tokens}",
         )
     else:
         max_tokens = options.max_tokens
@@ -314,6 +323,7 @@ def build_spec(
         parent=caller.parent,
         tool_wait=caller.tool_wait,
         answer_id=caller.answer_id,
+        prompt_field=prompt_field,
     )
 
 

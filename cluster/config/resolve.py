@@ -15,7 +15,7 @@ from cluster.config.load import ConfigError
 from cluster.config.schema import ServeConfig, TenantConfig
 from headrace.core.fairness import ServiceWeights
 from headrace.core.records import Role
-from router.spec import EVERY_OTHER_TENANT, GatewaySpec, TenantSpec
+from router.spec import EVERY_OTHER, EndpointSpec, GatewaySpec, TenantSpec
 from workers.model.weight_format import WeightFormat
 from workers.spec import WorkerSpec
 
@@ -144,6 +144,7 @@ def resolve(
         kv_bytes_per_token=model.kv_bytes_per_token,
         service=service,
         tenants={name: _tenant(tenant) for name, tenant in config.gateway.tenants.items()},
+        endpoints={name: EndpointSpec(**caps.model_dump()) for name, caps in config.gateway.endpoints.items()},
         **limits.model_dump(),
     )
     settings = config.cluster.model_dump(exclude={"token"})
@@ -182,7 +183,7 @@ def _tenant(tenant: TenantConfig) -> TenantSpec:
 def _service(config: ServeConfig) -> ServiceWeights:
     """What service counts, with each tenant's share of it."""
     shares = {name: tenant.weight for name, tenant in config.gateway.tenants.items()}
-    default = shares.pop(EVERY_OTHER_TENANT, 1.0)
+    default = shares.pop(EVERY_OTHER, 1.0)
     weights = config.pools[0].scheduling.service_weights
     return ServiceWeights(**weights.model_dump(), tenants=shares, default_tenant=default)
 

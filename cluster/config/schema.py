@@ -96,6 +96,15 @@ class TenantConfig(Section):
         return self
 
 
+class EndpointConfig(Section):
+    """What one call through an endpoint may ask for; unset: no bound of its own."""
+
+    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Prompt and output together."""
+    max_uncached_tokens: Count | None = None
+    """Of the prompt, beyond what is known to be cached when the call comes."""
+
+
 class GatewayConfig(Section):
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateways. Clients meet any of several at grpc_port and http_port."""
@@ -114,6 +123,8 @@ class GatewayConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     tenants: dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantConfig] = Field(default_factory=dict)
     """By name; `default` holds for every tenant without an entry."""
+    endpoints: dict[Literal["chat", "completions", "generate", "default"], EndpointConfig] = Field(default_factory=dict)
+    """By name; `default` holds for every endpoint without an entry."""
 
     @field_validator("api_keys")
     @classmethod

@@ -10,20 +10,21 @@ The order of a decision; the first line that holds gives the reason:
 | --- | --- | --- | --- | --- |
 | 1 | prompt + max_tokens of one request > max_model_len | reject | too_long | 0: asking again does not help |
 | 2 | one request > the largest pool, or the ask > a bound that holds for it alone | reject | too_large | 0 |
-| 3 | tenant: live requests + ask > its cap | reject | tenant_concurrency | excess / drain |
-| 4 | tenant: KV bytes held + ask > its cap | reject | tenant_kv_bytes | excess / drain |
-| 5 | tenant: its bucket has too few tokens | reject | tenant_rate | exact |
-| 6 | live requests + ask > limit | reject, route | concurrency | excess / drain |
-| 7 | waiting requests + ask > limit | reject, route | queue_full | excess / drain |
-| 8 | waiting prompt tokens + ask > limit, unless none wait | reject, route | waiting_tokens | excess / drain |
-| 9 | KV tokens reserved + ask > limit | reject, route | reserved_kv | excess / drain |
-| 10 | engine time queued + ask > limit, unless none waits | reject, route | queue_seconds | excess / drain |
-| 11 | the deadline is lost | reject, route | deadline_lost | what the queue must shrink; 0 if that does not help |
-| 12 | the deadline is doubtful | accept, queue | deadline_doubtful | best effort |
-| 13 | the caller has no room to start it | queue | no_room | booked: the caller keeps it |
-| 14 | else | accept | ok | |
+| 3 | the uncached part of the prompt > max_uncached_tokens | reject | uncached_tokens | 0: it helps to ask for less |
+| 4 | tenant: live requests + ask > its cap | reject | tenant_concurrency | excess / drain |
+| 5 | tenant: KV bytes held + ask > its cap | reject | tenant_kv_bytes | excess / drain |
+| 6 | tenant: its bucket has too few tokens | reject | tenant_rate | exact |
+| 7 | live requests + ask > limit | reject, route | concurrency | excess / drain |
+| 8 | waiting requests + ask > limit | reject, route | queue_full | excess / drain |
+| 9 | waiting prompt tokens + ask > limit, unless none wait | reject, route | waiting_tokens | excess / drain |
+| 10 | KV tokens reserved + ask > limit | reject, route | reserved_kv | excess / drain |
+| 11 | engine time queued + ask > limit, unless none waits | reject, route | queue_seconds | excess / drain |
+| 12 | the deadline is lost | reject, route | deadline_lost | what the queue must shrink; 0 if that does not help |
+| 13 | the deadline is doubtful | accept, queue | deadline_doubtful | best effort |
+| 14 | the caller has no room to start it | queue | no_room | booked: the caller keeps it |
+| 15 | else | accept | ok | |
 
-`route` stands for `reject` in lines 6 to 11 when the caller has another place for it; a tenant's own caps are the same
+`route` stands for `reject` in lines 7 to 12 when the caller has another place for it; a tenant's own caps are the same
 everywhere. The retry time is the longest of all lines that hold, so that it is not answered by the next refusal.
 
 *Drain* is what left the account a second, averaged over the busy time with the time constant `accounts.DRAIN_TAU_S`.
@@ -259,7 +260,11 @@ def _never(ask: Ask, room: Room, checks: list[_Check]) -> Reason | None:
         return Reason.TOO_LONG
     if room.capacity_tokens is not None and most_tokens > room.capacity_tokens:
         return Reason.TOO_LARGE
-    return Reason.TOO_LARGE if any(check.never_fits for check in checks) else None
+    if any(check.never_fits for check in checks):
+        return Reason.TOO_LARGE
+    most_uncached = room.max_uncached_tokens
+    is_over = most_uncached is not None and ask.prompt_tokens - ask.cached_tokens > most_uncached
+    return Reason.UNCACHED_TOKENS if is_over else None
 
 
 def _lost_wait_s(ask: Ask) -> float:

@@ -18,6 +18,7 @@ class Reason(StrEnum):
 
     TOO_LONG = "too_long"
     TOO_LARGE = "too_large"
+    UNCACHED_TOKENS = "uncached_tokens"
     TENANT_CONCURRENCY = "tenant_concurrency"
     TENANT_KV_BYTES = "tenant_kv_bytes"
     TENANT_RATE = "tenant_rate"
@@ -102,6 +103,8 @@ class Room:
     max_model_len: int | None = None
     capacity_tokens: int | None = None
     """The largest KV pool."""
+    max_uncached_tokens: int | None = None
+    """Of one prompt; None: no bound."""
     can_start: bool = True
     can_route: bool = False
     """Another replica or a fallback may take what is refused here."""

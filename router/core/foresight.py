@@ -12,6 +12,7 @@ fixed delays. Who missed its deadline took at least so long. Does not: choose, b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.core.admission_records import Forecast
 from router.core.cost import FETCH, MEMORY_WAIT, PREFILL_WORK, RESTORE, TRANSFER, Work
 from router.core.fleet_table import FleetTable
 from router.core.plans import Eligible, Plans
+from router.core.prefix_index import PrefixIndex
 
 _KEEP = 0.9
 """What each request leaves of the weight of those before it."""
@@ -77,6 +79,17 @@ def cheapest(table: FleetTable, part: Eligible, plans: Plans, work: Work) -> Out
         cached_tokens=min(cached, work.num_tokens - 1),
         is_told=bool(steps.has_own.any()),
     )
+
+
+def known_tokens(table: FleetTable, index: PrefixIndex, keys: Sequence[int], num_tokens: int) -> int:
+    """Of a prompt, the most that a worker has cached, or is about to; its last token is computed in any case.
+
+    keys: of its full blocks.
+    """
+    if not keys:
+        return 0
+    held = index.lookup(keys, table.num_slots) * table.block_size[: table.num_slots]
+    return min(int(held.max(initial=0)), num_tokens - 1)
 
 
 class Foresight:

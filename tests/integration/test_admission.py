@@ -69,9 +69,9 @@ async def doors(w: World) -> AsyncIterator[Doors]:
         await server.stop(0)
 
 
-def holder(label: str = "") -> GenerationSpec:
+def holder(label: str = "", first: int = 7) -> GenerationSpec:
     """40 tokens of prompt and 200 of output that nobody stops, for the tenant that callers without a key are."""
-    return replace(spec([7] * 40, 200, ignore_eos=True), tenant="default", label=label)
+    return replace(spec([first] * 40, 200, ignore_eos=True), tenant="default", label=label)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -81,10 +81,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def hold(w: World, count: int) -> list[asyncio.Task[Answer]]:
-    """One request runs, the others wait at the worker, whose batch has one row."""
+    """One request runs, the others wait at the worker, whose batch has one row. No prompt is cached for another."""
     tasks = []
     for number in range(count):
-        tasks.append(asyncio.create_task(w.ask(holder())))
+        tasks.append(asyncio.create_task(w.ask(holder(first=7 + number))))
         await until(lambda n=number: w.gateway.gate.admission.held.live_requests == n + 1)
         if number == 0:
             await until(lambda: w.gateway.gate.admission.held.waiting_requests == 0)
@@ -172,6 +172,64 @@ def test_each_limit_refuses_at_both_doors_with_its_reason(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await w.assert_drained()
+
+    run(main())
+
+
+def capped(**caps: int) -> dict[str, object]:
+    return {"endpoints": {"default": {"max_context_tokens": 900}, "completions": caps, "generate": caps}}
+
+
+def test_a_context_beyond_the_endpoints_cap_is_refused_with_field_limit_and_value_at_both_doors() -> None:
+    async def main() -> None:
+        async with world(C, gateway=capped(max_context_tokens=30)) as w, doors(w) as d:
+            # 1. together too long: the output's field; a prompt alone too long: the prompt's
+            for asked, field, http_field, value in (
+                ({"max_tokens": 21}, "max_tokens", "max_tokens", "31"),
+                ({"prompt": [5] * 31}, "token_ids", "prompt", "31"),
+            ):
+                response = await d.complete(**asked)
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, http_field)
+                assert "endpoint" in error["message"] and "30" in error["message"] and value in error["message"]
+                with pytest.raises(HeadraceError) as caught:
+                    await asyncio.to_thread(d.grpc.generate, asked.get("prompt", PROMPT), max_tokens=21)
+                assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field)
+            # 2. what fits is served, and who does not say gets the room that is left
+            assert (await d.complete(max_tokens=20)).json()["usage"]["completion_tokens"] == 20
+            assert (await d.complete(max_tokens=None)).json()["usage"]["completion_tokens"] == 20
+            # 3. another endpoint has the default's cap
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "ignore_eos": True}
+            assert (await d.http.post("/v1/chat/completions", json=body)).status_code == 200
+            response = await d.http.post("/v1/chat/completions", json=body | {"max_tokens": 900})
+            assert "900" in response.json()["error"]["message"]
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_the_cap_on_uncached_tokens_counts_what_no_worker_has() -> None:
+    async def main() -> None:
+        async with world(P, D, gateway=capped(max_uncached_tokens=40)) as w, doors(w) as d:
+            long = [9] * 96
+            # 1. cold: refused, with field, limit and value, at both doors
+            response = await d.complete(prompt=long)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["reason"]) == (400, "prompt", "uncached_tokens")
+            assert "96 of its 96" in error["message"] and "at most 40" in error["message"]
+            with pytest.raises(HeadraceError) as caught:
+                await asyncio.to_thread(d.grpc.generate, long, max_tokens=8)
+            assert (caught.value.field, caught.value.reason) == ("token_ids", "uncached_tokens")
+            # 2. piece by piece: each call adds no more than the cap to what is cached
+            for end in (40, 72, 96):
+                assert (await d.complete(prompt=long[:end])).status_code == 200
+                await until(lambda end=end: w.gateway.router.index.num_blocks >= end // 16)
+            # 3. a call that wants no cache, and a tenant's own salt, have nothing cached
+            for opted_out in ({"no_cache": True}, {"cache_salt": "other"}):
+                response = await d.complete(prompt=long, **opted_out)
+                assert response.json()["error"]["reason"] == "uncached_tokens"
+            assert w.gateway.gate.decisions["reject", "uncached_tokens"] == 4
             await w.assert_drained()
 
     run(main())

@@ -12,7 +12,7 @@ import pytest
 from cluster.config import ConfigError, Deployment, load_config, masked_yaml, read_model_facts, resolve
 from headrace.errors import StartupError
 from headrace.ids import counting_ids
-from router.spec import GatewaySpec
+from router.spec import EndpointSpec, GatewaySpec
 from tests.unit.cluster_builders import GIB, machine, model, model_folder
 from workers.model.weight_format import WeightFormat
 from workers.spec import WorkerSpec
@@ -188,6 +188,17 @@ def test_limits_of_tenants_reach_the_gateway_and_an_automatic_bucket_holds_ten_s
     assert (gateway.service.tenants, gateway.tenants["big"].burst_tokens) == ({"big": 4.0, "small": 1.0}, 125)
     assert gateway.tenants["small"].burst_tokens == 7
     assert GatewaySpec.model_validate_json(gateway.model_dump_json()) == gateway
+
+
+def test_caps_of_endpoints_reach_the_gateway_and_default_holds_for_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "gateway:\n  endpoints:\n    default: {max_context_tokens: 4096}\n    chat: {max_uncached_tokens: 900}\n"
+    )
+    gateway = resolve(load_config(str(file)), model(), machine(), lambda: "s").gateway
+    assert gateway.endpoint("completions") == EndpointSpec(max_context_tokens=4096)
+    assert gateway.endpoint("chat") == EndpointSpec(max_uncached_tokens=900)
+    assert deploy().gateway.endpoint("chat") == EndpointSpec()
 
 
 def test_without_a_word_nobody_is_limited_but_by_the_number_of_live_requests() -> None:

@@ -147,6 +147,7 @@ def test_an_ask_above_the_burst_waits_for_a_full_bucket_and_is_not_starved() -> 
         (ask(), ROOM, admission(max_reserved_kv_tokens=19), Reason.TOO_LARGE),
         (ask(), ROOM, admission(TenantLimits(max_live_kv_bytes=1999)), Reason.TOO_LARGE),
         (ask(num_requests=2), ROOM, admission(TenantLimits(max_concurrent_requests=1)), Reason.TOO_LARGE),
+        (ask(cached_tokens=2), replace(ROOM, max_uncached_tokens=7), admission(), Reason.UNCACHED_TOKENS),
     ],
     ids=str,
 )
@@ -157,6 +158,14 @@ def test_what_can_never_fit_is_refused_at_once_and_asking_again_is_not_advised(
     assert gate.enter(asked, replace(room, can_route=True), 0.0).action is Action.REJECT
     assert_drained(gate)
     assert gate.num_tenants == 0
+
+
+def test_what_is_cached_counts_for_no_cap_on_uncached_tokens() -> None:
+    gate = admission()
+    decision = gate.enter(ask(cached_tokens=3), replace(ROOM, max_uncached_tokens=7), 0.0)
+    assert decision.admitted
+    gate.leave(decision.tickets[0], 1.0)
+    assert_drained(gate)
 
 
 def test_one_that_is_longer_than_the_queue_may_come_in_alone() -> None:

@@ -202,6 +202,9 @@ def test_room_for_an_answer_is_what_the_context_and_the_largest_pool_leave() -> 
     check_room(f, 64 - 23, 64, "text")
     with pytest.raises(HeadraceError, match="room for 41"):
         check_room(f, 42, 64, "text")
+    with pytest.raises(HeadraceError, match="room for 44"):
+        check_room(f, 45, None, "text", max_context_tokens=50)
+    check_room(f, 94, None, "text", max_context_tokens=5000)
 
 
 # ---- ledgers
