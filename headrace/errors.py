@@ -58,13 +58,16 @@ class HeadraceError(Exception):
         field: str | None = None,
         retry_after_s: float | None = None,
         reason: str | None = None,
+        fallback: str | None = None,
     ) -> None:
+        """fallback: why the fallback deployment did not answer in its place, a machine word."""
         super().__init__(message)
         self.code = code
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
         self.reason = reason
+        self.fallback = fallback
 
 
 def invalid(field: str, message: str, *, reason: str | None = None) -> HeadraceError:

@@ -58,6 +58,8 @@ class GenerationSpec:
     parent: str = ""
     """Label of a live request of the tenant; unless that ends well, this one is cancelled. '': none."""
     tool_wait: ToolWait | None = None
+    may_fall_back: bool = False
+    """Where policy says so, its door sends it to another deployment when it is refused."""
     prompt_field: str = "prompt"
     """Where the prompt came in."""
 

@@ -47,6 +47,8 @@ class Admitted:
     """One a choice, of `Gate.service`; `Gate.left` gives each back."""
     outlook: Outlook | None = None
     """What was foreseen of a choice, where anything asks for that."""
+    best_effort: bool = False
+    """Its deadline is doubtful, or lost."""
 
 
 class Gate:
@@ -61,6 +63,7 @@ class Gate:
         self.foresight = Foresight()
         self._spec = spec
         self._mode = Mode(spec.mode)
+        self._routed = spec.degradation.routed
         self._foresees = spec.refuse_lost_deadlines or spec.max_queue_s is not None
         limits = {name: _limits(tenant) for name, tenant in spec.tenants.items()}
         queue = QueueLimits(
@@ -93,6 +96,8 @@ class Gate:
             capacity_tokens=router.most_capacity_tokens,
             max_uncached_tokens=self._spec.endpoint(spec.endpoint).max_uncached_tokens,
             can_start=can_start,
+            routed=self._routed if spec.may_fall_back else (),
+            takes_lost=self._spec.degradation.lost_deadline == "best_effort",
         )
         outlook = None
         if self._foresees:
@@ -122,7 +127,7 @@ class Gate:
         if decision.best_effort:
             log.info("best_effort tenant=%s time_left_s=%.3f", spec.tenant, time_left_s)
         indices = tuple(self.service.enter(spec.tenant) for _ in spec.sampling)
-        return Admitted(decision.tickets, reserved, indices, outlook)
+        return Admitted(decision.tickets, reserved, indices, outlook, decision.best_effort)
 
     def refused(self, reason: str, num_requests: int) -> None:
         """Counts a refusal that needed no account."""

@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.clock import Clock, monotonic
 from headrace.core.records import FinishReason
@@ -49,6 +49,7 @@ from router.session import WorkerSession
 from router.spec import GatewaySpec
 from router.text import TextModel
 from router.tools import Tools, call_finder, check_room, check_unused, waiting
+from router.validate import MAX_PRIORITY
 
 log = logging.getLogger("headrace.router.gateway")
 
@@ -106,6 +107,8 @@ class Gateway:
         check_unused(spec, self._kin.find(spec.tenant, spec.label))
         names = self.placing.names(spec)
         admitted = self._admit(spec, names, deadline_s, now)
+        if admitted.best_effort:
+            spec = replace(spec, priority=min(spec.priority + self.spec.degradation.best_effort_classes, MAX_PRIORITY))
         events: Events = asyncio.Queue()
         timer = None
         branches = [

@@ -42,7 +42,7 @@ def http_status(error: HeadraceError) -> int:
 
 def error_body(error: HeadraceError) -> dict[str, object]:
     """`{"error": {message, type, param, code}}`; type and code as OpenAI's clients know them, else the code's name. A
-    refusal by admission has `reason` too.
+    refusal by admission has `reason` too, and `fallback` when the fallback did not help.
     """
     status = http_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -55,6 +55,8 @@ def error_body(error: HeadraceError) -> dict[str, object]:
     }
     if error.reason is not None:
         body["reason"] = error.reason
+    if error.fallback is not None:
+        body["fallback"] = error.fallback
     return {"error": body}
 
 

@@ -37,6 +37,9 @@ class DoorMetrics:
             return made.labels(model)
 
         self._requests = counter("headrace_requests", "Requests ended, by door and status code", "endpoint", "code")
+        self._fallbacks = counter(
+            "headrace_fallback_requests", "Refused calls sent to the fallback deployment, by what came of it", "outcome"
+        )
         self._success = counter("headrace_request_success", "Choices ended normally, by reason", "finished_reason")
         self.prompt_tokens = counter("headrace_prompt_tokens", "Prompt tokens of started requests").labels(model)
         self.cached_tokens = counter("headrace_prompt_tokens_cached", "Prompt tokens not computed").labels(model)
@@ -64,6 +67,9 @@ class DoorMetrics:
     def refused(self, endpoint: str, code: Code | str) -> None:
         """A request that ended before it reached the gateway's core."""
         self._requests.labels(self._model, endpoint, str(code)).inc()
+
+    def fell_back(self, outcome: str) -> None:
+        self._fallbacks.labels(self._model, outcome).inc()
 
     def begin(self, endpoint: str, num_prompt: int, received_at: float) -> RequestMeter:
         return RequestMeter(self, endpoint, num_prompt, received_at)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -41,6 +43,9 @@ from router.openai_models import Call, parse_chat, parse_completion, parse_detok
 from router.scalars import label
 from router.spec import GatewaySpec
 from router.validate import Caller, deadline, request_label, steps_left, task_label
+
+if TYPE_CHECKING:
+    from router.fallback import Fallback, Rescue
 
 log = logging.getLogger("headrace.router.http")
 
@@ -121,6 +126,14 @@ class _Api:
         self._scrape = scrape or door.metrics.scrape
         self._spec = door.spec
         self._started = int(time.time())
+        there = self._spec.degradation.fallback
+        self._fallback: Fallback | None = None
+        if there is not None:
+            # Its HTTP client takes half a second to import.
+            from router.fallback import Fallback
+
+            self._fallback = Fallback(there, self._spec.served_model_name)
+        self._routed = self._spec.degradation.routed
 
     # -- what is open to everybody
 
@@ -181,12 +194,12 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         raw = await self._generation_body(request)
-        return await self._generate(request, parse_completion(raw, self.door.limits), "cmpl", "text_completion")
+        return await self._generate(request, raw, parse_completion(raw, self.door.limits), "cmpl", "text_completion")
 
     async def chat(self, request: Request) -> Response:
         raw = await self._generation_body(request)
         call = parse_chat(raw, self.door.limits, self.door.max_prompt_chars)
-        return await self._generate(request, call, "chatcmpl", "chat.completion")
+        return await self._generate(request, raw, call, "chatcmpl", "chat.completion")
 
     async def _generation_body(self, request: Request) -> dict[str, object]:
         request.state.received_at = self.door.clock()
@@ -194,9 +207,12 @@ class _Api:
         self.door.check_model(raw.get("model"))
         return raw
 
-    async def _generate(self, request: Request, call: Call, prefix: str, kind: str) -> Response:
+    async def _generate(self, request: Request, raw: dict[str, object], call: Call, prefix: str, kind: str) -> Response:
         answer_id = f"{prefix}-{secrets.token_hex(12)}"
         specs = await self._prepare(request, call, answer_id)
+        rescue = self._rescue(request, raw, call, specs[0])
+        if rescue is not None:
+            specs = [replace(spec, may_fall_back=True) for spec in specs]
         head: dict[str, object] = {
             "id": answer_id,
             "object": kind,
@@ -221,9 +237,14 @@ class _Api:
                 continuous_usage=call.continuous_usage,
                 token_ids=call.return_token_ids,
             )
-            return _EventStream(source, writer, headers)
+            return _EventStream(source, writer, headers, rescue, self._routed)
         answer = WholeAnswer(head, call.chat, prompts, call.options.n, call.return_token_ids)
-        await run_until_disconnect(request.receive, _collect(source, answer))
+        try:
+            await run_until_disconnect(request.receive, _collect(source, answer))
+        except HeadraceError as error:
+            if rescue is None or error.reason not in self._routed:
+                raise
+            return rescue.response(error)
         return json_response(answer.body(), headers=headers)
 
     async def _prepare(self, request: Request, call: Call, answer_id: str) -> list[GenerationSpec]:
@@ -241,6 +262,22 @@ class _Api:
             answer_id=answer_id,
         )
         return [await self.door.prepare(prompt, call.options, caller) for prompt in call.prompts]
+
+    def _rescue(self, request: Request, raw: dict[str, object], call: Call, spec: GenerationSpec) -> Rescue | None:
+        """What to do with the call when it is refused for want of room or time; None: only tell."""
+        if self._fallback is None or not self._fallback.may_take(call, request.headers):
+            return None
+        door = self.door
+        left_s = door.spec.default_deadline_s if spec.deadline_s is None else spec.deadline_s
+        return self._fallback.rescue(
+            path=request.url.path,
+            body=raw,
+            label=spec.label,
+            stream=call.stream,
+            deadline=spec.received_at + left_s,
+            clock=door.clock,
+            metrics=door.metrics,
+        )
 
     # -- errors
 
@@ -279,11 +316,18 @@ class _EventStream(Response):
     """Server-sent events. The status is decided by the first delta: a refusal before it is an ordinary error answer."""
 
     def __init__(
-        self, source: AsyncGenerator[tuple[int, Delta], None], writer: ChunkWriter, headers: dict[str, str]
+        self,
+        source: AsyncGenerator[tuple[int, Delta], None],
+        writer: ChunkWriter,
+        headers: dict[str, str],
+        rescue: Rescue | None,
+        routed: Collection[str],
     ) -> None:
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._source = source
         self._writer = writer
+        self._rescue = rescue
+        self._routed = routed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Nobody is left to tell when the client is gone.
@@ -297,7 +341,10 @@ class _EventStream(Response):
             try:
                 first = await anext(source)
             except HeadraceError as error:
-                await error_response(error)(scope, receive, send)
+                if self._rescue is not None and error.reason in self._routed:
+                    await self._rescue.answer(error, scope, receive, send)
+                else:
+                    await error_response(error)(scope, receive, send)
                 return
             await send(self._start())
             await self._send_body(send, first, source)

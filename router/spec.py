@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.core.admission_records import Reason
 from headrace.core.fairness import ServiceWeights
 from router.core.prefix_index import DEFAULT_MAX_ENTRIES
 from router.core.settings import RoutingSettings
 
 EVERY_OTHER = "default"
 """The name of an entry that holds for everything without one of its own."""
+OVERLOAD: set[str] = {
+    *(Reason.CONCURRENCY, Reason.QUEUE_FULL, Reason.WAITING_TOKENS, Reason.RESERVED_KV, Reason.QUEUE_SECONDS),
+    *("memory_pressure", "no_worker"),
+}
+"""Reasons of refusals for want of room, of gateway and workers; a tenant's own limits are none of them."""
 
 
 class TenantSpec(BaseModel):
@@ -30,6 +36,40 @@ class EndpointSpec(BaseModel):
 
     max_context_tokens: int | None = None
     max_uncached_tokens: int | None = None
+
+
+class FallbackSpec(BaseModel):
+    """Another deployment with an OpenAI-compatible API."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    """Up to and with `/v1`, without a `/` at its end."""
+    model: str | None = None
+    """The model's name there; None: the same model."""
+    api_key: str = ""
+    timeout_s: float = 30.0
+    """Until the first byte of its answer."""
+    max_requests: int = 64
+
+
+class DegradationSpec(BaseModel):
+    """What becomes of requests that cannot be served as they ask."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lost_deadline: str = "reject"
+    """reject | best_effort | fallback"""
+    overload: str = "reject"
+    """reject | fallback"""
+    best_effort_classes: int = 1
+    fallback: FallbackSpec | None = None
+
+    @property
+    def routed(self) -> frozenset[str]:
+        """Reasons of refusals that go to the fallback."""
+        lost = {Reason.DEADLINE_LOST} if self.lost_deadline == "fallback" else set()
+        return frozenset(lost | (OVERLOAD if self.overload == "fallback" else set()))
 
 
 class GatewaySpec(BaseModel):
@@ -83,6 +123,7 @@ class GatewaySpec(BaseModel):
     """By name; `default` holds for every tenant without an entry."""
     endpoints: dict[str, EndpointSpec] = {}
     """By name; `default` holds for every endpoint without an entry."""
+    degradation: DegradationSpec = DegradationSpec()
     service: ServiceWeights = ServiceWeights()
     """What a tenant's service is counted in, and the tenants' shares of it; the same at every worker."""
     max_attempts: int = 3

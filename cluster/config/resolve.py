@@ -144,6 +144,7 @@ def resolve(
         kv_bytes_per_token=model.kv_bytes_per_token,
         service=service,
         tenants={name: _tenant(tenant) for name, tenant in config.gateway.tenants.items()},
+        degradation=config.gateway.degradation.spec(),
         endpoints={name: EndpointSpec(**caps.model_dump()) for name, caps in config.gateway.endpoints.items()},
         **limits.model_dump(),
     )
@@ -217,6 +218,8 @@ def masked_yaml(deployment: Deployment) -> str:
         spec.pop("incarnation", None)
     for spec in data["gateways"]:
         spec["api_keys"] = ["***"] * len(spec["api_keys"])
+        if (fallback := spec["degradation"]["fallback"]) and fallback["api_key"]:
+            fallback["api_key"] = "***"
     text: str = yaml.safe_dump(data, sort_keys=False)
     return text
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from cluster.config import ports
+from cluster.config.degradation import DegradationConfig
 from cluster.config.routing import RoutingConfig
 from cluster.config.scheduling import SchedulingConfig
 from cluster.config.section import Count, Seconds, Section, auto_size, auto_to_none
@@ -126,6 +127,8 @@ class GatewayConfig(Section):
     endpoints: dict[Literal["chat", "completions", "generate", "default"], EndpointConfig] = Field(default_factory=dict)
     """By name; `default` holds for every endpoint without an entry."""
 
+    degradation: DegradationConfig = DegradationConfig()
+
     @field_validator("api_keys")
     @classmethod
     def _check_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
@@ -143,6 +146,16 @@ class GatewayConfig(Section):
     def _check_ports(self) -> Self:
         if (fault := ports.fault(self.grpc_port, self.http_port, self.replicas)) is not None:
             raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
+    def _check_degradation(self) -> Self:
+        policy = self.degradation.lost_deadline
+        if policy != "reject" and not self.limits.refuse_lost_deadlines:
+            raise ValueError(
+                f"degradation.lost_deadline: {policy} needs limits.refuse_lost_deadlines: true; else no deadline is "
+                "judged"
+            )
         return self
 
 

@@ -19,13 +19,14 @@ The order of a decision; the first line that holds gives the reason:
 | 9 | waiting prompt tokens + ask > limit, unless none wait | reject, route | waiting_tokens | excess / drain |
 | 10 | KV tokens reserved + ask > limit | reject, route | reserved_kv | excess / drain |
 | 11 | engine time queued + ask > limit, unless none waits | reject, route | queue_seconds | excess / drain |
-| 12 | the deadline is lost | reject, route | deadline_lost | what the queue must shrink; 0 if that does not help |
-| 13 | the deadline is doubtful | accept, queue | deadline_doubtful | best effort |
+| 12 | the deadline is lost, and such are not taken | reject, route | deadline_lost | what the queue must shrink, or 0 |
+| 13 | the deadline is doubtful, or lost | accept, queue | deadline_doubtful, deadline_lost | best effort |
 | 14 | the caller has no room to start it | queue | no_room | booked: the caller keeps it |
 | 15 | else | accept | ok | |
 
-`route` stands for `reject` in lines 7 to 12 when the caller has another place for it; a tenant's own caps are the same
-everywhere. The retry time is the longest of all lines that hold, so that it is not answered by the next refusal.
+`route` stands for `reject` in lines 7 to 12 when the caller has another place for what is refused for that reason; a
+tenant's own caps are the same everywhere. A retry time of 0 says that waiting does not help; else it is the longest of
+all lines that hold, so that it is not answered by the next refusal.
 
 *Drain* is what left the account a second, averaged over the busy time with the time constant `accounts.DRAIN_TAU_S`.
 *Bucket*: fills with tokens_per_s up to burst_tokens. An ask takes its prompt and reserved output; `leave` gives back
@@ -57,6 +58,7 @@ from headrace.core.admission_records import (
 
 _ORDER = {reason: place for place, reason in enumerate(Reason)}
 _TENANTS_OWN = frozenset({Reason.TENANT_CONCURRENCY, Reason.TENANT_KV_BYTES, Reason.TENANT_RATE})
+_BEST_EFFORT = {Attainment.DOUBTFUL: Reason.DEADLINE_DOUBTFUL, Attainment.LOST: Reason.DEADLINE_LOST}
 _MAY_EXCEED_ALONE = frozenset({Reason.WAITING_TOKENS, Reason.QUEUE_SECONDS})
 
 
@@ -128,19 +130,19 @@ class Admission:
         if wait_s := book.bucket.wait_s(ask.num_requests * ticket.rate_tokens, now):
             waits[Reason.TENANT_RATE] = wait_s
         chance = attainment(ask.forecast, ask.time_left_s)
-        if chance is Attainment.LOST:
+        if chance is Attainment.LOST and not room.takes_lost:
             waits[Reason.DEADLINE_LOST] = _lost_wait_s(ask)
         if waits:
             reason = min(waits, key=_ORDER.__getitem__)
-            action = Action.ROUTE if room.can_route and reason not in _TENANTS_OWN else Action.REJECT
+            action = Action.ROUTE if reason in room.routed and reason not in _TENANTS_OWN else Action.REJECT
             return Decision(action, reason, max(waits.values()))
         tickets = (ticket, *(self._ticket(ask) for _ in range(ask.num_requests - 1)))
         self._tenants.keep(ask.tenant, book)
         for booked in tickets:
             self._book(booked, book, now)
-        doubtful = chance is Attainment.DOUBTFUL
-        reason = Reason.DEADLINE_DOUBTFUL if doubtful else Reason.OK if room.can_start else Reason.NO_ROOM
-        return Decision(Action.ACCEPT if room.can_start else Action.QUEUE, reason, 0.0, doubtful, tickets)
+        reason = _BEST_EFFORT.get(chance) or (Reason.OK if room.can_start else Reason.NO_ROOM)
+        action = Action.ACCEPT if room.can_start else Action.QUEUE
+        return Decision(action, reason, 0.0, chance in _BEST_EFFORT, tickets)
 
     def started(self, ticket: Ticket, now: float) -> None:
         """The engine has begun with it: it waits no longer. Idempotent."""

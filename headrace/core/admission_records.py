@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -106,8 +107,10 @@ class Room:
     max_uncached_tokens: int | None = None
     """Of one prompt; None: no bound."""
     can_start: bool = True
-    can_route: bool = False
-    """Another replica or a fallback may take what is refused here."""
+    routed: Collection[str] = ()
+    """Reasons of refusals after which another replica or a fallback may take the ask."""
+    takes_lost: bool = False
+    """A lost deadline is no reason to refuse: the request is served as well as can be."""
 
 
 class Attainment(StrEnum):

@@ -95,6 +95,24 @@ FAULTS = [
     ("gateway: {endpoints: {chat: {max_uncached_tokens: 0}}}", "gateway.endpoints.chat.max_uncached_tokens: must be"),
     ("gateway: {endpoints: {chat: {max_tokens: 5}}}", "gateway.endpoints.chat.max_tokens: unknown field; "),
     ("gateway: {endpoints: {talk: {}}}", "gateway.endpoints.talk: must be one of 'chat', 'completions', 'generate' or"),
+    ("gateway: {degradation: {overload: fallback}}", "gateway.degradation: overload: fallback needs a fallback to be"),
+    (
+        "gateway: {degradation: {fallback: {url: 'http://there/v1'}}}",
+        "gateway.degradation: fallback: nothing is sent there; set lost_deadline or overload to fallback",
+    ),
+    (
+        "gateway: {degradation: {overload: fallback, fallback: {url: there/v1}}}",
+        "gateway.degradation.fallback: url: must be http:// or https://, a host and a path",
+    ),
+    (
+        "gateway: {degradation: {overload: fallback, fallback: {url: 'http://there/v1', max_requests: 0}}}",
+        "gateway.degradation.fallback.max_requests: must be at least 1",
+    ),
+    (
+        "gateway: {degradation: {lost_deadline: best_effort}}",
+        "gateway: degradation.lost_deadline: best_effort needs limits.refuse_lost_deadlines: true",
+    ),
+    ("gateway: {degradation: {overload: best_effort}}", "gateway.degradation.overload: must be one of 'reject' or"),
     ("gateway: {tenants: {a: {weight: 0}}}", "gateway.tenants.a.weight: must be above 0"),
     ("gateway: {tenants: {a: {burst_tokens: 5}}}", "gateway.tenants.a: burst_tokens needs tokens_per_s"),
     ("kv_transfer: {read_timeout_s: .inf}", "kv_transfer.read_timeout_s: must be a finite number"),

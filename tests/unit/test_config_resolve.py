@@ -12,7 +12,7 @@ import pytest
 from cluster.config import ConfigError, Deployment, load_config, masked_yaml, read_model_facts, resolve
 from headrace.errors import StartupError
 from headrace.ids import counting_ids
-from router.spec import EndpointSpec, GatewaySpec
+from router.spec import EndpointSpec, FallbackSpec, GatewaySpec
 from tests.unit.cluster_builders import GIB, machine, model, model_folder
 from workers.model.weight_format import WeightFormat
 from workers.spec import WorkerSpec
@@ -199,6 +199,23 @@ def test_caps_of_endpoints_reach_the_gateway_and_default_holds_for_the_others(tm
     assert gateway.endpoint("completions") == EndpointSpec(max_context_tokens=4096)
     assert gateway.endpoint("chat") == EndpointSpec(max_uncached_tokens=900)
     assert deploy().gateway.endpoint("chat") == EndpointSpec()
+
+
+def test_a_fallback_reaches_the_gateway_and_its_key_is_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "gateway:\n"
+        "  limits: {refuse_lost_deadlines: true}\n"
+        "  degradation:\n"
+        "    lost_deadline: fallback\n"
+        "    fallback: {url: 'http://there:8000/v1/', api_key: geheim}\n"
+    )
+    deployment = resolve(load_config(str(file)), model(), machine(), lambda: "s")
+    degradation = deployment.gateway.degradation
+    assert degradation.fallback == FallbackSpec(url="http://there:8000/v1", api_key="geheim")
+    assert degradation.routed == {"deadline_lost"}
+    assert "geheim" not in masked_yaml(deployment) and "there:8000" in masked_yaml(deployment)
+    assert GatewaySpec.model_validate_json(deployment.gateway.model_dump_json()) == deployment.gateway
 
 
 def test_without_a_word_nobody_is_limited_but_by_the_number_of_live_requests() -> None:

@@ -155,7 +155,7 @@ def test_what_can_never_fit_is_refused_at_once_and_asking_again_is_not_advised(
     asked: Ask, room: Room, gate: Admission, reason: Reason
 ) -> None:
     assert gate.enter(asked, room, 0.0) == Decision(Action.REJECT, reason, 0.0)
-    assert gate.enter(asked, replace(room, can_route=True), 0.0).action is Action.REJECT
+    assert gate.enter(asked, replace(room, routed=tuple(Reason)), 0.0).action is Action.REJECT
     assert_drained(gate)
     assert gate.num_tenants == 0
 
@@ -247,8 +247,13 @@ def test_a_deadline_is_attainable_doubtful_or_lost(
     decision = admission().enter(asked, ROOM, 0.0)
     assert (decision.action, decision.reason) == (action, reason)
     assert decision.best_effort is (chance is Attainment.DOUBTFUL)
-    elsewhere = admission().enter(asked, replace(ROOM, can_route=True), 0.0)
+    elsewhere = admission().enter(asked, replace(ROOM, routed=tuple(Reason)), 0.0)
     assert elsewhere.action is (Action.ROUTE if chance is Attainment.LOST else action)
+    others = admission().enter(asked, replace(ROOM, routed=set(Reason) - {Reason.DEADLINE_LOST}), 0.0)
+    assert others.action is action
+    taken = admission().enter(asked, replace(ROOM, takes_lost=True), 0.0)
+    assert (taken.action, taken.reason) == (Action.ACCEPT, reason)
+    assert taken.best_effort is (chance is not Attainment.ATTAINABLE)
 
 
 def test_a_lost_deadline_says_when_the_queue_will_be_short_enough_or_that_it_never_is() -> None:
@@ -265,7 +270,7 @@ def test_without_a_forecast_or_a_deadline_nothing_is_lost() -> None:
 
 
 def test_shared_limits_route_elsewhere_and_a_tenants_own_do_not() -> None:
-    room = replace(ROOM, can_route=True)
+    room = replace(ROOM, routed=tuple(Reason))
     gate = admission(max_live_requests=1)
     gate.enter(ask(), room, 0.0)
     routed = gate.enter(ask(), room, 0.0)
