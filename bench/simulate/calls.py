@@ -40,6 +40,8 @@ class ClusterSpec:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     refuse_lost_deadlines: bool = False
     """At the gateways, by their forecasts, as `gateway.limits.refuse_lost_deadlines`."""
+    best_effort_classes: int = 1
+    """As `gateway.degradation.best_effort_classes`."""
     seed: int = 0
 
 
@@ -84,6 +86,8 @@ class Call:
     """The last plan."""
     outlook: Outlook | None = None
     """What was foreseen when it came."""
+    best_effort: bool = False
+    """Its deadline was doubtful then."""
     whole_next: bool = False
     ended: bool = False
     seen: int = 0

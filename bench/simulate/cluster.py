@@ -142,7 +142,7 @@ class Cluster:
             adopted=kind == "decode",
             deadline=None if call.job.deadline_s is None else call.job.at_s + call.job.deadline_s,
             tenant=call.job.tenant,
-            priority=call.job.priority,
+            priority=call.job.priority + call.best_effort * self.spec.best_effort_classes,
             predicted_output_tokens=call.gateway.predicted_tokens(call),
         )
         request.block_hashes = list(call.prompt.hashes)

@@ -66,8 +66,9 @@ class Gateway:
         longest = self.predicted_tokens(call)
         shortest = self._lengths.quantile("", call.job.tenant, "", 1.0 - OUTPUT_QUANTILE) or 1
         forecast = self.foresight.forecast(call.outlook, min(shortest, longest), longest)
-        is_lost = attainment(forecast, call.job.deadline_s) is Attainment.LOST
-        return str(Reason.DEADLINE_LOST) if is_lost else ""
+        chance = attainment(forecast, call.job.deadline_s)
+        call.best_effort = chance is Attainment.DOUBTFUL
+        return str(Reason.DEADLINE_LOST) if chance is Attainment.LOST else ""
 
     def ask(self, call: Call, mode: Mode) -> RouteAsk:
         done = len(call.token_times)

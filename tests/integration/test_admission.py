@@ -246,9 +246,12 @@ def test_a_doubtful_deadline_is_accepted_as_best_effort() -> None:
             request = spec([4] * 30, 50, ignore_eos=True)
             forecast = foreseen(w, request)
             assert forecast is not None and forecast.margin_s > 0
-            # No slack at all: whether it ends in time is chance, that it is let in is not.
-            request = replace(request, deadline_s=forecast.total_s)
-            await asyncio.gather(w.ask(request), return_exceptions=True)
+            # No slack at all: whether it ends in time is chance, that it is let in is not, in a lower class.
+            request = replace(request, deadline_s=forecast.total_s, priority=4)
+            doubtful = asyncio.create_task(w.ask(request))
+            await until(lambda: len(seen(w)()) == 2)
+            assert sorted(each.priority for each in seen(w)()) == [0, 5]
+            await asyncio.gather(doubtful, return_exceptions=True)
             assert w.gateway.gate.decisions["accept", "deadline_doubtful"] == 1
             other.cancel()
             await asyncio.gather(other, return_exceptions=True)

@@ -104,11 +104,17 @@ def to(url: str, **options: object) -> dict[str, object]:
 
 @asynccontextmanager
 async def busy(
-    url: str, gateway: dict[str, object] | None = None, **options: object
+    url: str,
+    gateway: dict[str, object] | None = None,
+    worker: dict[str, object] | None = None,
+    **options: object,
 ) -> AsyncIterator[tuple[World, Doors]]:
     """A deployment with a fallback, whose one place is taken."""
     settings = to(url, **options) | FULL | (gateway or {})
-    async with world(C, step_s=0.01, max_num_seqs=1, gateway=settings) as w, doors(w) as d:
+    async with (
+        world(C, step_s=0.01, gateway=settings, **({"max_num_seqs": 1} | (worker or {}))) as w,  # type: ignore[arg-type]
+        doors(w) as d,
+    ):
         tasks = await hold(w, 1)
         try:
             yield w, d
@@ -160,6 +166,23 @@ def test_the_answer_of_another_deployment_is_passed_through_and_says_so(reason: 
                 await asyncio.gather(task, return_exceptions=True)
                 await w.assert_drained()
             await elsewhere.assert_drained()
+
+    run(main())
+
+
+def test_full_queues_of_all_workers_and_no_worker_at_all_are_overload_too() -> None:
+    async def main() -> None:
+        async with served(stub := Stub(says(200, b"yes"))) as url:
+            async with world(gateway=to(url)) as nobody, doors(nobody) as d:
+                assert (await chat(d)).text == (await chat(d, stream=True)).text == "yes"
+                assert nobody.gateway.gate.decisions["reject", "no_worker"] == 2
+            async with busy(url, {"max_live_requests": 64}, worker={"max_waiting_requests": 1}) as (w, d):
+                waiting = asyncio.create_task(w.ask(holder(first=50)))
+                await until(lambda: len(seen(w)()) == 2)
+                assert (await chat(d)).text == (await chat(d, stream=True)).text == "yes"
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            assert len(stub.bodies) == 4
 
     run(main())
 
