@@ -61,7 +61,8 @@ def says(status: int, *chunks: bytes, then: float = 0.0) -> Callable[[Send], Awa
     """Answers with these pieces, and waits before the end."""
 
     async def behave(send: Send) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/x-stub")]})
+        headers = [(b"content-type", b"text/x-stub"), (b"location", b"/v1/elsewhere")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         for chunk in chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await asyncio.sleep(then)
