@@ -118,10 +118,9 @@ class Cluster:
             return
         call.attempt += 1
         worker = self._by_key[decision.worker]
-        kind = "whole" if decision.whole else "prefill"
         self._plans[decision.kind] = self._plans.get(decision.kind, 0) + 1
         call.decision = decision
-        leg = self._leg(call, worker, kind)
+        leg = self._leg(call, worker, "whole" if decision.whole else "prefill")
         seq, leg.undo = gateway.book(decision, ask, self.now)
         if decision.fetch is None:
             self._later(WIRE_S, partial(self._deliver, leg, seq))
@@ -304,6 +303,7 @@ class Cluster:
         lost = worker.scheduler.expire(self.now) + [key for key, _ in worker.scheduler.refused]
         worker.scheduler.refused.clear()
         for key in lost:
+            worker.scheduler.release_quarantine(key)
             leg = worker.legs.pop(key, None)
             if leg is not None and leg.live:
                 leg.live = False

@@ -175,6 +175,15 @@ def test_workloads_are_seeded_and_in_order(name: str) -> None:
     assert len(set(bursts)) <= 1
 
 
+def test_blocks_of_adoptions_that_lose_their_deadlines_come_back() -> None:
+    """They were set aside for reads that do not exist here, until nothing could be adopted, or decoded, any more."""
+    rng = Random(9)
+    jobs = [Job(at, rng.randint(10, 40) * BLOCK, rng.randint(5, 15), deadline_s=3.0) for at in poisson(rng, 64, 640)]
+    routed = RoutingSettings(chunk_tokens=SETTINGS.max_num_batched_tokens)
+    pair = (worker(role, slower=10.0) for role in (Role.PREFILL, Role.DECODE))
+    assert any(outcome.timeline.token_times for outcome in simulated(jobs, *pair, routing=routed).outcomes)
+
+
 def test_refusing_lost_deadlines_keeps_goodput_at_several_times_capacity() -> None:
     """The gateway's forecasts, of the production router, against workers that then do what they do."""
 
