@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.core.records import WorkerLedger, cache_key
 from headrace.ids import RequestId

@@ -15,12 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.core.admission_records import Forecast
-from router.core.cost import FETCH, MEMORY_WAIT, PREFILL_WORK, RESTORE, TRANSFER, Work
+from router.core.cost import (
+    FETCH,
+    MEMORY_WAIT,
+    PAIR_KIND,
+    PREFILL_WORK,
+    RESTORE,
+    TRANSFER,
+    WHOLE_KIND,
+    Parts,
+    Prefix,
+    Priced,
+    Work,
+)
 from router.core.fleet_table import FleetTable
-from router.core.plans import Eligible, Plans
 from router.core.prefix_index import PrefixIndex
 
 _KEEP = 0.9
@@ -60,16 +69,15 @@ class Outlook:
         return self.transfer_ms + (output_tokens - 1) * self.token_ms if output_tokens > 1 else 0.0
 
 
-def cheapest(table: FleetTable, part: Eligible, plans: Plans, work: Work) -> Outlook:
+def cheapest(table: FleetTable, parts: Parts, prefix: Prefix, priced: Priced, work: Work) -> Outlook:
     """The plan that would be sent, but for chance among equals."""
-    n = len(plans.depths)
-    costs = np.where(plans.usable, plans.terms.sum(axis=0), np.inf)
-    row, slot = divmod(int(costs.argmin()), n)
-    terms, steps = plans.terms[:, row, slot], table.steps
+    n = len(prefix.depths)
+    way, slot = divmod(int(priced.costs.argmin()), n)
+    terms, steps = priced.terms[way, slot], table.steps
     token_ms = steps.next_step_ms[:n] + steps.context_ms[:n] * (work.num_tokens + work.output_tokens // 2)
-    decodes_at = part.decode & (table.lane[:n] == table.lane[slot])
-    elsewhere = bool(plans.pairs[slot]) and bool(decodes_at.any())
-    cached = int(plans.depths[slot] + plans.fetched[row, slot]) * int(table.block_size[slot])
+    decodes_at = parts.decode & (table.lane[:n] == table.lane[slot])
+    elsewhere = PAIR_KIND <= priced.kinds[way, slot] < WHOLE_KIND and bool(decodes_at.any())
+    cached = int(prefix.depths[slot] + priced.fetched[way, slot]) * int(table.block_size[slot])
     return Outlook(
         queue_ms=float(table.queue_ms[slot] + terms[MEMORY_WAIT]),
         prefill_ms=float(terms[PREFILL_WORK]),

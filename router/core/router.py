@@ -196,14 +196,14 @@ class Router:
     def outlook(self, ask: RouteAsk, now: float) -> Outlook | None:
         """The cheapest plan's times as things stand; None when no worker can take it. Books nothing, draws nothing."""
         self.table.steps.refresh()
-        ready, part = self._who(ask)
-        if part is None:
+        ready, found = self._who(ask)
+        if found is None:
             return None
         depths = self._depths(ask)
-        coming = self._coming(ask, depths, now) if self.policy is Policy.COST else None
-        work = self._work(ask, int((depths * ready).max(initial=0)))
-        plans = plan_all(self.table, self.lanes, part, depths, coming, work, self.settings, self._affinity(ask))
-        return cheapest(self.table, part, plans, work)
+        work = self._work(ask, depths, ready)
+        prefix = self._prefix(ask, depths, self.policy is Policy.COST, now)
+        priced = plan_all(self.table, self.lanes, found.parts, prefix, work, self._weights, self._terms_room())
+        return cheapest(self.table, found.parts, prefix, priced, work)
 
     # ---- bookings
 

@@ -195,10 +195,10 @@ def test_caps_of_endpoints_reach_the_gateway_and_default_holds_for_the_others(tm
     file.write_text(
         "gateway:\n  endpoints:\n    default: {max_context_tokens: 4096}\n    chat: {max_uncached_tokens: 900}\n"
     )
-    gateway = resolve(load_config(str(file)), model(), machine(), lambda: "s").gateway
+    gateway = resolve(load_config(str(file)), model(), machine(), lambda: "s").gateways[0]
     assert gateway.endpoint("completions") == EndpointSpec(max_context_tokens=4096)
     assert gateway.endpoint("chat") == EndpointSpec(max_uncached_tokens=900)
-    assert deploy().gateway.endpoint("chat") == EndpointSpec()
+    assert deploy().gateways[0].endpoint("chat") == EndpointSpec()
 
 
 def test_a_fallback_reaches_the_gateway_and_its_key_is_not_shown(tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ def test_a_fallback_reaches_the_gateway_and_its_key_is_not_shown(tmp_path: Path)
         "    fallback: {url: 'http://there:8000/v1/', api_key: geheim}\n"
     )
     deployment = resolve(load_config(str(file)), model(), machine(), lambda: "s")
-    degradation = deployment.gateway.degradation
+    degradation = deployment.gateways[0].degradation
     assert degradation.fallback == FallbackSpec(url="http://there:8000/v1", api_key="geheim")
     assert degradation.routed == {"deadline_lost"}
     assert "geheim" not in masked_yaml(deployment) and "there:8000" in masked_yaml(deployment)
-    assert GatewaySpec.model_validate_json(deployment.gateway.model_dump_json()) == deployment.gateway
+    assert GatewaySpec.model_validate_json(deployment.gateways[0].model_dump_json()) == deployment.gateways[0]
 
 
 def test_without_a_word_nobody_is_limited_but_by_the_number_of_live_requests() -> None:
