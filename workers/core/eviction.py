@@ -1,13 +1,13 @@
 """Which cached block that nobody uses goes first: greedy-dual with frequency, tails of chains before heads.
 
-    worth = L + saved_ms * (0.05 + hits)
+    worth = L + saved_ms * (0.3 + hits)
 
 `saved_ms` is the prefill time that a hit on the block saves; all blocks have one size, so that it is also the time per
 byte. `hits` counts requests that shared the block, over its returns: a block that was evicted and is computed again has
 been missed once, and goes on from there. L is the worth of the last block that was evicted, so that what is not hit
 ages (Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HPL-98-69). A
-block without a hit counts a twentieth of one that had its first: prompts that come once flow past those that
-come again.
+block without a hit counts less than a quarter of one that had its first: prompts that come once flow past those that
+come again, but not so fast that a second turn finds nothing of the first.
 
 Only leaves are candidates: a block whose predecessor is gone can never be hit. Over its quota a tenant's own least
 worthy leaf goes before all others. Equal worth goes by who was left first. Where all idle blocks have followers in use,
@@ -25,7 +25,7 @@ from heapq import heapify, heappop, heappush
 from headrace.errors import InvariantError
 from workers.core.eviction_order import Entry, EvictionOrder
 
-_FRESH = 0.05
+_FRESH = 0.3
 _REMEMBERED = 8
 """Evicted blocks whose hits are remembered, as a multiple of the blocks that there are."""
 
