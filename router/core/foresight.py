@@ -1,13 +1,14 @@
 """What admission is told of a request before it comes in: how long its cheapest plan takes, and how wrong that may be.
 
 There is one predictor, the columns that plans are chosen by; `Router.outlook` reads them for a request that may not
-come in at all. A `Foresight` remembers what became of late outlooks, of the first token and of the rest apart: their
-bias, realised over foreseen seconds, and their spread, the distance from that as a share.
+come in at all. A `Foresight` remembers what became of late outlooks, of the first token and of the rest apart: the
+delay and the ratio by which they were off, and their spread, the distance from that as a share.
 
-    forecast = bias * foreseen        margin = spread * forecast, and half of what the output's lengths leave open
+    forecast = delay + ratio * foreseen
+    margin   = spread * forecast, and half of what the output's lengths leave open
 
-Both are quotients of sums, so that long requests, which deadlines are about, count more than short ones with their
-fixed delays. Who missed its deadline took at least so long. Does not: choose, book, or change the predictor.
+All come from sums, so that long requests, which deadlines are about, count more than short ones. Who missed its
+deadline took at least so long. Does not: choose, book, or change the predictor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _KEEP = 0.9
 _UNKNOWN_SPREAD = 0.5
 """Until a request has ended: its workers have told what steps cost, but nobody has seen whether that is all."""
 _MOST_RATIO = 3.0
-"""A request counts as at most so many times what was foreseen: one hiccup must not close the door, or leave it open."""
+"""A request counts as at most so many times what was expected, or foreseen: one hiccup must not close the door."""
+_SHORT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,57 +126,70 @@ class Foresight:
         """
         if outlook is None or not (outlook.is_told or self._first.is_known):
             return None
-        first, rest = self._first.bias / 1e3, self._rest.bias / 1e3
-        hand_off_s = rest * outlook.transfer_ms if longest_tokens > 1 else 0.0
+        first, rest = self._first, self._rest
+        hand_off_s = (rest.delay_s + rest.ratio * outlook.transfer_ms / 1e3) if longest_tokens > 1 else 0.0
         shortest_s, longest_s = (
-            rest * max(tokens - 1, 0) * outlook.token_ms for tokens in (shortest_tokens, longest_tokens)
+            rest.ratio * max(tokens - 1, 0) * outlook.token_ms / 1e3 for tokens in (shortest_tokens, longest_tokens)
         )
         decode_s = (shortest_s + longest_s) / 2
         margin_s = (
-            self._first.spread * first * outlook.first_ms
-            + self._rest.spread * (hand_off_s + decode_s)
+            first.spread * first.expected_s(outlook.first_ms / 1e3)
+            + rest.spread * (hand_off_s + decode_s)
             + (longest_s - shortest_s) / 2
         )
         return Forecast(
-            queue_s=first * outlook.queue_ms,
-            prefill_s=first * outlook.prefill_ms,
-            transfer_s=first * outlook.fetch_ms + hand_off_s,
+            queue_s=first.delay_s + first.ratio * outlook.queue_ms / 1e3,
+            prefill_s=first.ratio * outlook.prefill_ms / 1e3,
+            transfer_s=first.ratio * outlook.fetch_ms / 1e3 + hand_off_s,
             decode_s=decode_s,
             margin_s=margin_s,
         )
 
 
 class _Record:
-    """Foreseen and realised seconds of late requests."""
+    """Foreseen and realised seconds of late requests, as decayed sums, and the line delay + ratio * foreseen through
+    them: ridge regression (Hoerl and Kennard 1970) towards no delay and a ratio of 1.
 
-    __slots__ = ("_distance_s", "_foreseen_s", "_realised_s")
+    What a request that is foreseen to take less than `_SHORT_S` is off by counts as a delay, what a longer one is off
+    by as a ratio. So a day of short requests with their fixed delay leaves the forecast of a long one alone.
+    """
+
+    __slots__ = ("_distance_s", "_n", "_realised_s", "_x", "_xx", "_xy", "_y", "delay_s", "ratio")
 
     def __init__(self) -> None:
-        self._foreseen_s = 0.0
-        self._realised_s = 0.0
+        self.delay_s, self.ratio = 0.0, 1.0
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._distance_s = 0.0
 
     @property
     def is_known(self) -> bool:
-        return self._foreseen_s > 0.0
-
-    @property
-    def bias(self) -> float:
-        return self._realised_s / self._foreseen_s if self.is_known else 1.0
+        return self._n > 0.0
 
     @property
     def spread(self) -> float:
-        return self._distance_s / self._realised_s if self._realised_s > 0.0 else _UNKNOWN_SPREAD
+        """Distance of the realised from the expected, as a share. What short requests show leaves it open."""
+        return (self._distance_s + _UNKNOWN_SPREAD * _SHORT_S) / (self._y + _SHORT_S)
+
+    def expected_s(self, foreseen_s: float) -> float:
+        return self.delay_s + self.ratio * foreseen_s
 
     def add(self, foreseen_s: float, realised_s: float) -> None:
-        realised_s = min(realised_s, _MOST_RATIO * foreseen_s)
+        expected_s = self.expected_s(foreseen_s)
+        realised_s = min(realised_s, _MOST_RATIO * max(expected_s, foreseen_s))
         # Of the first one there is nothing to be far from.
-        distance_s = abs(realised_s - self.bias * foreseen_s) if self.is_known else _UNKNOWN_SPREAD * realised_s
-        self._foreseen_s = _KEEP * self._foreseen_s + foreseen_s
-        self._realised_s = _KEEP * self._realised_s + realised_s
+        distance_s = abs(realised_s - expected_s) if self.is_known else _UNKNOWN_SPREAD * realised_s
         self._distance_s = _KEEP * self._distance_s + distance_s
+        self._n = _KEEP * self._n + 1.0
+        self._x = _KEEP * self._x + foreseen_s
+        self._y = _KEEP * self._y + realised_s
+        self._xx = _KEEP * self._xx + foreseen_s**2
+        self._xy = _KEEP * self._xy + foreseen_s * realised_s
+        # Beside those seen: what one request of `_SHORT_S` would say for no delay and a ratio of 1.
+        n, xx, xy = self._n + 1.0, self._xx + _SHORT_S**2, self._xy + _SHORT_S**2
+        self.delay_s = max(0.0, (self._y * xx - self._x * xy) / (n * xx - self._x**2))
+        self.ratio = max(0.0, (xy - self.delay_s * self._x) / xx)
 
     def add_least(self, foreseen_s: float, realised_s: float) -> None:
         """It took that, or longer: news only when more was not foreseen."""
-        if realised_s > self.bias * foreseen_s:
+        if realised_s > self.expected_s(foreseen_s):
             self.add(foreseen_s, realised_s)

@@ -186,7 +186,8 @@ class PrefixIndex:
         for at, (mask, end) in enumerate(ends):
             ending = mask & ~ends[at + 1][0] if at + 1 < len(ends) else mask
             if ending.bit_count() > _FEW:
-                depths += self._row(ending) * end
+                row = self._row(ending)
+                depths[: len(row)] += row * end
                 continue
             while ending:
                 slot = ending.bit_length() - 1

@@ -8,7 +8,7 @@ import pytest
 
 from tests.line_count import lines_of
 from workers.core import eviction_order
-from workers.core.eviction import IdleBlocks
+from workers.core.eviction import FRESH_HITS, IdleBlocks
 
 N = 40
 
@@ -43,7 +43,7 @@ class Model:
 
     def leave(self, block: int) -> None:
         self.turn += 1
-        self.key[block] = (self.level + self.saved[block] * (0.05 + self.hits[block]), self.turn)
+        self.key[block] = (self.level + self.saved[block] * (FRESH_HITS + self.hits[block]), self.turn)
         self.idle.add(block)
 
     def share(self, block: int) -> None:

@@ -125,11 +125,11 @@ def test_a_forecast_that_always_came_true_has_no_margin_but_what_lengths_leave_o
     assert sure is not None
     assert (sure.queue_s, sure.prefill_s) == (pytest.approx(2.0), pytest.approx(0.1))
     assert (sure.transfer_s, sure.decode_s) == (pytest.approx(0.1), pytest.approx(3.0))
-    assert sure.margin_s == pytest.approx(0.0, abs=1e-4)
+    assert sure.margin_s < 0.01 * sure.total_s
     unsure = made.forecast(PLAIN, 11, 51)
     assert unsure is not None
-    assert unsure.total_s - unsure.margin_s == pytest.approx(sure.total_s - 20 * 0.1, abs=1e-3), "a short answer"
-    assert unsure.total_s + unsure.margin_s == pytest.approx(sure.total_s + 20 * 0.1, abs=1e-3), "a long one"
+    assert unsure.total_s - unsure.margin_s == pytest.approx(sure.total_s - 20 * 0.1, abs=0.05), "a short answer"
+    assert unsure.total_s + unsure.margin_s == pytest.approx(sure.total_s + 20 * 0.1, abs=0.05), "a long one"
 
 
 def test_one_token_needs_no_hand_off() -> None:
@@ -146,7 +146,7 @@ def test_forecasts_go_with_what_became_of_them_and_never_refuse_what_such_reques
         assert forecast is not None
         assert attainment(forecast, needed_s * 1.001) is not Attainment.LOST
     if ratio < 3.0:
-        assert forecast.total_s == pytest.approx(needed_s)
+        assert forecast.total_s == pytest.approx(needed_s, rel=0.02)
         assert attainment(forecast, needed_s * 0.9) is Attainment.LOST, "and what cannot be kept is seen"
 
 
@@ -168,6 +168,29 @@ def test_one_hiccup_does_not_end_the_judgement() -> None:
     assert (
         after is not None and after.margin_s < 0.5 * after.total_s < 0.75 * (PLAIN.first_ms + PLAIN.rest_ms(31)) / 1e3
     )
+
+
+def test_a_day_of_short_requests_with_a_fixed_delay_leaves_the_forecast_of_a_long_one_alone() -> None:
+    short = replace(PLAIN, queue_ms=0.0, prefill_ms=5.0)
+    made = taught(*[1.0] * 20)
+    for _ in range(500):
+        made.completed(short, 11, 0.025, short.rest_ms(11) / 1e3)
+    long, brief = made.forecast(PLAIN, 11, 11), made.forecast(short, 1, 1)
+    assert long is not None and brief is not None
+    assert long.queue_s + long.prefill_s == pytest.approx(2.12, rel=0.05)
+    assert long.margin_s > 0.05 * long.total_s, "short ones do not make sure of it"
+    assert brief.total_s == pytest.approx(0.025, rel=0.2)
+
+
+def test_columns_that_are_ten_times_too_low_are_followed_and_what_was_cut_off_is_no_certainty() -> None:
+    made, needed_s = Foresight(), 10 * PLAIN.first_ms / 1e3
+    for at in range(30):
+        made.completed(PLAIN, 1, needed_s, 0.0)
+        forecast = made.forecast(PLAIN, 1, 1)
+        assert forecast is not None
+        if at < 3:
+            assert forecast.margin_s > 0.1 * forecast.total_s
+    assert forecast.total_s == pytest.approx(needed_s, rel=0.05)
 
 
 def test_who_missed_a_deadline_took_at_least_so_long() -> None:

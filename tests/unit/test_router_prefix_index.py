@@ -43,6 +43,14 @@ def test_more_than_64_workers_have_room_in_a_mask() -> None:
     assert depths(index, CHAIN, 300) == [slot % 9 for slot in range(300)]
 
 
+def test_a_worker_that_has_told_nothing_yet_has_nothing_whatever_its_number() -> None:
+    index, keys = PrefixIndex(), (1, 2, 3)
+    for slot in range(8):
+        index.apply(slot, CacheChange(1, 0, 0, keys, is_snapshot=True))
+    for count in (64, 65, 129):
+        assert index.lookup(keys, count).tolist() == [3] * 8 + [0] * (count - 8)
+
+
 def test_changes_continue_only_the_position_that_is_known() -> None:
     index = PrefixIndex()
     assert not index.apply(0, CacheChange(1, 0, 4, stored=CHAIN[:4]))  # nothing was known: a gap

@@ -25,7 +25,8 @@ from heapq import heapify, heappop, heappush
 from headrace.errors import InvariantError
 from workers.core.eviction_order import Entry, EvictionOrder
 
-_FRESH = 0.3
+FRESH_HITS = 0.3
+"""Of a block that was never hit."""
 _REMEMBERED = 8
 """Evicted blocks whose hits are remembered, as a multiple of the blocks that there are."""
 
@@ -128,7 +129,7 @@ class IdleBlocks:
         """The last reference is gone."""
         self.turns += 1
         self._turn[block] = self.turns
-        self._worth[block] = self._level + self._saved_ms[block] * (_FRESH + self._hits[block])
+        self._worth[block] = self._level + self._saved_ms[block] * (FRESH_HITS + self._hits[block])
         self._count += 1
         if self.quota < len(self._turn):
             tenant = self._tenant[block]
@@ -207,7 +208,7 @@ class IdleBlocks:
         0 when nothing can be evicted.
         """
         block = self._leaves.first()
-        return 0.0 if block < 0 else self._saved_ms[block] * min(1.0, _FRESH + self._hits[block])
+        return 0.0 if block < 0 else self._saved_ms[block] * min(1.0, FRESH_HITS + self._hits[block])
 
     def check_integrity(self, parents: Mapping[int, int]) -> None:
         """Raises InvariantError unless `parents` (labelled block -> parent or -1) is this forest, and counts agree."""
