@@ -28,7 +28,7 @@ from tests.model_fixtures import tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = [[7 + 3 * i + j for i in range(40)] for j in range(3)]
-MAX_TOKENS = 300
+MAX_TOKENS = 900
 CONFIG = """
 model: {{path: {model}, served_model_name: tiny}}
 gateway: {{replicas: 2, grpc_port: 0, http_port: 0}}
@@ -59,7 +59,7 @@ class Served:
         with self.log.open("w") as log:
             env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp)}
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
-        until(lambda: self.ready_file.exists() or self.process.poll() is not None, 60)
+        until(lambda: self.ready_file.exists() or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.log.read_text()
 
     def now(self) -> dict[str, Any]:
