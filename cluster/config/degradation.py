@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from cluster.config.section import Count, Seconds, Section
 from router.spec import DegradationSpec, FallbackSpec
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, a port that is no number or too high
+        return False
 
 
 class FallbackConfig(Section):
@@ -23,12 +32,24 @@ class FallbackConfig(Section):
     max_requests: Count = 64
     """On their way there at a time."""
 
-    @model_validator(mode="after")
-    def _check_url(self) -> Self:
-        scheme, _, rest = self.url.partition("://")
-        if scheme not in ("http", "https") or not rest.strip("/") or any(char in self.url for char in " ?#@"):
-            raise ValueError("url: must be http:// or https://, a host and a path, such as http://host:8000/v1")
-        return self
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        # Line ends first: `urlsplit` drops them.
+        if not url.isprintable() or any(char in url for char in " ?#@") or not _is_address(url):
+            raise ValueError(
+                "must be http:// or https://, a host, a port of 1..65535 if any, and a path, in printable characters, "
+                "such as http://host:8000/v1"
+            )
+        return url
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_key(cls, key: SecretStr | None) -> SecretStr | None:
+        plain = key.get_secret_value() if key else ""
+        if not (plain.isascii() and plain.isprintable() and plain == plain.strip()):
+            raise ValueError("must be printable ASCII, without spaces around it")
+        return key
 
 
 class DegradationConfig(Section):

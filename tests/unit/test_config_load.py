@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ FAULTS = [
     ),
     (
         "gateway: {degradation: {overload: fallback, fallback: {url: there/v1}}}",
-        "gateway.degradation.fallback: url: must be http:// or https://, a host and a path",
+        "gateway.degradation.fallback.url: must be http:// or https://, a host, a port of 1..65535 if any, and a path",
     ),
     (
         "gateway: {degradation: {overload: fallback, fallback: {url: 'http://there/v1', max_requests: 0}}}",
@@ -140,6 +141,48 @@ def test_each_fault_is_one_line_with_field_and_limit(tmp_path: Path, text: str, 
     assert len(lines) == 1
     assert lines[0].startswith(fault)
     assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http:///v1",
+        "http://:80/v1",
+        "http://host:abc/v1",
+        "http://host:0/v1",
+        "http://host:99999/v1",
+        "http://[::1/v1",
+        "http://[zz]/v1",
+        "http://host\n/v1",
+        "http://host/v1\n",
+        "http://ho\tst/v1",
+        "http://host/v 1",
+        "http://user:geheim@host/v1",
+        "ftp://host/v1",
+    ],
+)
+def test_an_address_that_no_request_could_be_sent_to_is_a_fault_of_the_file(tmp_path: Path, url: str) -> None:
+    text = f"gateway: {{degradation: {{overload: fallback, fallback: {{url: {json.dumps(url)}}}}}}}"
+    [line] = faults_of(tmp_path, text)
+    assert line.startswith("gateway.degradation.fallback.url: must be http:// or https://, a host, a port of 1..65535")
+    assert "geheim" not in line
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host/v1", "https://host:8000/v1/", "http://[::1]:80/v1", "http://10.0.0.1/a/v1"]
+)
+def test_an_address_with_or_without_a_port_is_taken(tmp_path: Path, url: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"gateway: {{degradation: {{overload: fallback, fallback: {{url: '{url}', api_key: 'a b=+/'}}}}}}")
+    there = load_config(str(file)).gateway.degradation.fallback
+    assert there is not None and there.url == url
+
+
+@pytest.mark.parametrize("key", ["geheim\n", "ge\theim", "geheim ", "gehèim", "geheim\x7f"])
+def test_a_key_that_no_header_can_carry_is_told_and_not_shown(tmp_path: Path, key: str) -> None:
+    there = json.dumps({"url": "http://host/v1", "api_key": key})
+    lines = faults_of(tmp_path, f"gateway: {{degradation: {{overload: fallback, fallback: {there}}}}}")
+    assert lines == ("gateway.degradation.fallback.api_key: must be printable ASCII, without spaces around it",)
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
