@@ -24,7 +24,7 @@ from router.gateway import Gateway
 from router.grpc_api import ModelFacts, build_server
 from router.merged_metrics import merged
 from router.metrics import DoorMetrics
-from router.openai_api import build_app
+from router.openai_api import build_app, build_fallback
 from router.siblings import Siblings
 from router.spec import GatewayReady, GatewaySpec
 from router.text import TextModel
@@ -71,6 +71,7 @@ class GatewayProcess:
         metrics.refresh = WorkerMetrics(gateway, metrics.registry).refresh
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
         admin = AdminService(gateway, authenticator, self._siblings, self._presence, metrics)
+        fallback = build_fallback(spec)
 
         async def scrape_all() -> bytes:
             name = spec.gateway_id.partition(".")[0]
@@ -90,7 +91,7 @@ class GatewayProcess:
             )
             add_AdminServicer_to_server(admin, grpc_door.server)
             scrape = scrape_all if is_shared else None
-            app = build_app(gateway, spec, authenticator, metrics=metrics, scrape=scrape)
+            app = build_app(gateway, spec, authenticator, metrics=metrics, scrape=scrape, fallback=fallback)
             self._doors.append(Doors(grpc_door, app, spec.host))
             return self._doors[-1]
 

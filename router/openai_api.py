@@ -65,11 +65,12 @@ def build_app(
     *,
     metrics: DoorMetrics | None = None,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
+    fallback: Fallback | None = None,
 ) -> ASGIApp:
-    """The ASGI application of one gateway. Share `metrics` with the gRPC door. `scrape`: what /metrics answers, by
-    default this gateway's own.
+    """The ASGI application of one gateway. Share `metrics` with the gRPC door, and `fallback`, by default the one that
+    `spec` has, with the gateway's other applications. `scrape`: what /metrics answers, by default this gateway's own.
     """
-    api = _Api(Door(gateway, spec, metrics, authenticator), scrape)
+    api = _Api(Door(gateway, spec, metrics, authenticator), scrape, fallback or build_fallback(spec))
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/ping", api.health, methods=["GET", "POST"]),
@@ -93,6 +94,17 @@ def build_app(
     )
     app.router.redirect_slashes = False
     return _Guard(app, api.door)
+
+
+def build_fallback(spec: GatewaySpec) -> Fallback | None:
+    """None where none is configured."""
+    there = spec.degradation.fallback
+    if there is None:
+        return None
+    # Its HTTP client takes half a second to import.
+    from router.fallback import Fallback
+
+    return Fallback(there, spec.served_model_name)
 
 
 class _Guard:
@@ -121,18 +133,12 @@ class _Guard:
 
 
 class _Api:
-    def __init__(self, door: Door, scrape: Callable[[], Awaitable[bytes]] | None = None) -> None:
+    def __init__(self, door: Door, scrape: Callable[[], Awaitable[bytes]] | None, fallback: Fallback | None) -> None:
         self.door = door
         self._scrape = scrape or door.metrics.scrape
         self._spec = door.spec
         self._started = int(time.time())
-        there = self._spec.degradation.fallback
-        self._fallback: Fallback | None = None
-        if there is not None:
-            # Its HTTP client takes half a second to import.
-            from router.fallback import Fallback
-
-            self._fallback = Fallback(there, self._spec.served_model_name)
+        self._fallback = fallback
         self._routed = self._spec.degradation.routed
 
     # -- what is open to everybody
