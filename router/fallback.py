@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import dataclass
 
 import aiohttp
@@ -32,13 +32,16 @@ log = logging.getLogger("headrace.router.fallback")
 
 NO_FALLBACK_HEADER = "x-headrace-no-fallback"
 FALLBACK_HEADER = "x-headrace-fallback"
+MAX_WHOLE_BYTES = 32 << 20
+"""Of an answer that is no stream: it is held until its end is here, so that the refusal can be told until then."""
 _CONNECT_S = 5.0
 _TEXTS = {
     "busy": "and as many calls as may be are at the fallback already",
     "unreachable": "and the fallback cannot be reached",
-    "refused": "and the fallback refused it too",
+    "refused": "and the fallback did not take it",
     "timeout": "and the fallback did not answer in time",
-    "broken": "and the fallback's answer broke off",
+    "broken": "and the fallback's answer broke off or was too long",
+    "failed": "and sending it to the fallback failed",
 }
 
 
@@ -59,7 +62,9 @@ class Answer:
 
 
 class Fallback:
-    """See the module's docstring. Lives on one event loop; every call has a connection of its own."""
+    """See the module's docstring. Lives on one event loop, and serves all doors of a gateway, so that `max_requests`
+    holds for them together; every call has a connection of its own.
+    """
 
     def __init__(self, spec: FallbackSpec, served_model_name: str) -> None:
         self.model = spec.model or served_model_name
@@ -105,16 +110,22 @@ class Fallback:
             headers["authorization"] = f"Bearer {spec.api_key}"
         if label.isascii() and label:
             headers["x-request-id"] = label
+        try:
+            data = orjson.dumps({**body, "model": self.model})
+        except orjson.JSONEncodeError:
+            # What can be read may be nested more deeply than what can be written.
+            raise FallbackError("refused") from None
+        url = spec.url + path.removeprefix("/v1")
         limits = aiohttp.ClientTimeout(total=time_left_s, sock_connect=_CONNECT_S)
         self._num_sent += 1
         try:
-            async with aiohttp.ClientSession(timeout=limits) as session:
-                data = orjson.dumps({**body, "model": self.model})
+            async with AsyncExitStack() as opened:
+                session = await opened.enter_async_context(aiohttp.ClientSession(timeout=limits))
                 try:
                     async with asyncio.timeout(spec.timeout_s):
-                        response = await session.post(
-                            spec.url + path.removeprefix("/v1"), data=data, headers=headers, allow_redirects=False
-                        )
+                        response = await session.post(url, data=data, headers=headers, allow_redirects=False)
+                        # Released instead, it would wait until all of the body is sent.
+                        opened.enter_context(closing(response))
                         if response.status != 200:
                             raise FallbackError("refused")
                         first = await response.content.readany()
@@ -127,6 +138,16 @@ class Fallback:
                 yield Answer(response.headers.get("content-type", "application/json"), _chunks(first, response))
         finally:
             self._num_sent -= 1
+
+
+async def _whole(chunks: AsyncIterator[bytes]) -> bytes:
+    pieces, num_bytes = [], 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        if num_bytes > MAX_WHOLE_BYTES:
+            raise FallbackError("broken")
+        pieces.append(chunk)
+    return b"".join(pieces)
 
 
 async def _chunks(first: bytes, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
@@ -172,7 +193,7 @@ class Rescue:
                             await send(self._start(answer))
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 else:
-                    whole = b"".join([chunk async for chunk in chunks])
+                    whole = await _whole(chunks)
                     started = True
                     await send(self._start(answer))
                     await send({"type": "http.response.body", "body": whole, "more_body": True})
@@ -180,14 +201,24 @@ class Rescue:
             outcome = "answered"
         except FallbackError as failed:
             outcome = failed.outcome
-            if started:
-                last = sse(error_body(HeadraceError(Code.ABORTED, "the answer of the fallback broke off")))
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-            else:
-                await error_response(with_both_reasons(error, outcome))(scope, receive, send)
+            await self._end(error, outcome, started, scope, receive, send)
+        except Exception:
+            log.exception("a call could not be sent to the fallback")
+            outcome = "failed"
+            await self._end(error, outcome, started, scope, receive, send)
         finally:
             self.metrics.fell_back(outcome)
             log.info("fallback reason=%s outcome=%s", error.reason, outcome)
+
+    async def _end(
+        self, error: HeadraceError, outcome: str, started: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if not started:
+            await error_response(with_both_reasons(error, outcome))(scope, receive, send)
+            return
+        # An empty line first: it may have broken off in the middle of an event.
+        last = b"\n\n" + sse(error_body(HeadraceError(Code.ABORTED, "the answer of the fallback broke off")))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _start(self, answer: Answer) -> Message:
         headers = {

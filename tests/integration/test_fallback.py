@@ -10,17 +10,23 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.client_ports import held
+from cluster.config.schema import GatewayConfig
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
+from router.main import GatewayProcess
 from router.metrics import DoorMetrics
 from router.openai_api import build_app
+from router.spec import GatewaySpec
 from tests.integration.test_admission import Doors, doors, hold, holder, run, seen, until
+from tests.model_fixtures import tiny_model
 from tests.world import World, spec, world
 
 C = Role.COLOCATED
@@ -73,12 +79,6 @@ def says(status: int, *chunks: bytes, then: float = 0.0) -> Callable[[Send], Awa
 
 async def hangs(send: Send) -> None:
     await asyncio.sleep(60)
-
-
-async def breaks(send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
-    await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
-    raise ConnectionAbortedError
 
 
 @asynccontextmanager
@@ -197,51 +197,36 @@ def texts(response: httpx.Response, stream: bool) -> list[str]:
     return ["".join(choice["delta"].get("content") or "" for choice in choices)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("behave", "outcome"),
-    [
-        (says(503, b"{}"), "refused"),
-        (says(400, b"{}"), "refused"),
-        (says(307, b""), "refused"),
-        (says(200), "broken"),
-        (hangs, "timeout"),
-        (says(200, then=60.0), "timeout"),
-    ],
-    ids=["full", "bad", "moved", "empty", "hangs", "hangs behind its headers"],
-)
-def test_a_bad_fallback_is_the_original_rejection_with_both_reasons(
-    behave: Callable[[Send], Awaitable[None]], outcome: str, stream: bool
-) -> None:
+def test_both_doors_of_a_gateway_with_siblings_send_on_as_many_as_one(tmp_path: Path) -> None:
     async def main() -> None:
-        async with served(stub := Stub(behave)) as url, busy(url) as (w, d):
-            refused_with(await chat(d, stream=stream), outcome)
-            assert len(stub.bodies) == 1
-            scraped = (await d.http.get("/metrics")).text
-            assert f'headrace_fallback_requests_total{{model_name="tiny",outcome="{outcome}"}} 1.0' in scraped
-            assert w.gateway.gate.decisions["route", "concurrency"] == 1
-
-    run(main())
-
-
-def test_a_fallback_that_is_down_is_the_original_rejection() -> None:
-    async def main() -> None:
-        async with served(Stub(hangs)) as url:
-            pass
-        async with busy(url) as (_, d):
-            refused_with(await chat(d), "unreachable")
-
-    run(main())
-
-
-def test_an_answer_that_breaks_off_in_its_middle_ends_with_an_error_or_was_never_begun() -> None:
-    async def main() -> None:
-        async with served(Stub(breaks)) as url, busy(url) as (_, d):
-            response = await chat(d, stream=True)
-            assert response.status_code == 200
-            first, last = response.text.strip().split("\n\n")
-            assert first == "data: {}" and json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
-            refused_with(await chat(d), "broken")
+        both = held(GatewayConfig(replicas=2, grpc_port=0, http_port=0))
+        streamed = CHAT | {"stream": True}
+        async with served(stub := Stub(says(200, b"first", then=60.0))) as url, httpx.AsyncClient() as client:
+            with both as (grpc_port, http_port):
+                gateway = GatewayProcess(
+                    GatewaySpec(
+                        gateway_id="gateway-0",
+                        model_path=str(tiny_model(tmp_path)),
+                        served_model_name="tiny",
+                        max_model_len=1024,
+                        shared_grpc_port=grpc_port,
+                        shared_http_port=http_port,
+                        liveness_s=0.1,
+                        cluster_token="t" * 16,
+                        **to(url, timeout_s=20.0, max_requests=1),
+                    )
+                )
+                ready = await gateway.start()
+                try:
+                    await until(lambda: gateway._presence.is_open)
+                    addresses = (ready.http_address, ready.shared_http_address)
+                    own, shared = (f"http://{address}/v1/chat/completions" for address in addresses)
+                    async with client.stream("POST", own, json=streamed) as first:
+                        assert await anext(first.aiter_bytes()) == b"first"
+                        assert (await client.post(shared, json=CHAT)).json()["error"]["fallback"] == "busy"
+                    await asyncio.wait_for(stub.gone.wait(), 10)
+                finally:
+                    await gateway.stop()
 
     run(main())
 
