@@ -43,6 +43,14 @@ class FallbackConfig(Section):
             )
         return url
 
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, model: str | None) -> str | None:
+        # It is told in a header.
+        if model is not None and not (model.isascii() and model.isprintable()):
+            raise ValueError("must be printable ASCII")
+        return model
+
     @field_validator("api_key")
     @classmethod
     def _check_key(cls, key: SecretStr | None) -> SecretStr | None:

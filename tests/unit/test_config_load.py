@@ -106,6 +106,10 @@ FAULTS = [
         "gateway.degradation.fallback.url: must be http:// or https://, a host, a port of 1..65535 if any, and a path",
     ),
     (
+        'gateway: {degradation: {overload: fallback, fallback: {url: "http://there/v1", model: "a\\nb"}}}',
+        "gateway.degradation.fallback.model: must be printable ASCII",
+    ),
+    (
         "gateway: {degradation: {overload: fallback, fallback: {url: 'http://there/v1', max_requests: 0}}}",
         "gateway.degradation.fallback.max_requests: must be at least 1",
     ),
