@@ -78,4 +78,4 @@ def findings(gateways: Sequence[GatewayAccount], workers: Sequence[WorkerAccount
 def _request_of(holder: str) -> str:
     """The request's id in a holder's name `KIND ID/ATTEMPT`; '' for holders that no request excuses."""
     kind, _, name = holder.rpartition(" ")
-    return name.rpartition("/")[0] if kind in ("request", "fetch", "lease fetch") else ""
+    return name.rpartition("/")[0] if kind in ("request", "fetch", "lease fetch", "staged for") else ""

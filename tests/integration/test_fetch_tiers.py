@@ -15,13 +15,19 @@ from pathlib import Path
 import pytest
 
 from headrace.core.records import Role
+from headrace.v1 import admin_pb2
 from kvtransfer.core.identity import block_hashes, namespace_id, request_root
 from kvtransfer.transports.memory import MemoryTransport
+from router.admin import AdminService, Presence
+from router.auth import Authenticator
 from router.core.decision import Decision, Fetch, PlanKind, RouteAsk
 from router.core.placement import WorkerKey
+from router.metrics import DoorMetrics
+from router.siblings import Siblings
 from tests.direct import BLOCK_SIZE, FAKE_BLOCK_BYTES, Workers, expected, until, workers
 from tests.integration.test_fetch import run, warm
 from tests.integration.test_routing_world import ask, chosen, depth, world
+from tests.world import World
 from workers.core import fetches, staging
 from workers.core.staging import StageCopy
 from workers.core.tier_actions import Block, Outcome
@@ -124,6 +130,21 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "LEAST_PATIENCE_S", 60.0)
 
 
+def read_from(w: World, holder: WorkerKey) -> str:
+    """From now on the other worker has what is asked, and fetches its first ten blocks from `holder`; its name."""
+    other = next(name for name in w.ready if name != holder.worker_id)
+    choose = w.gateway.router.choose
+
+    def fetching(route: RouteAsk, now: float) -> Decision | None:
+        plan = choose(route, now)
+        assert plan is not None
+        target = WorkerKey(other, w.ready[other].incarnation)
+        return replace(plan, kind=PlanKind.FETCH_WHOLE, worker=target, whole=True, fetch=Fetch(holder, 10))
+
+    w.gateway.router.choose = fetching  # type: ignore[method-assign]
+    return other
+
+
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_routed_fetch_of_a_prefix_below_the_device_changes_no_token(where: str, tmp_path: Path) -> None:
     @run
@@ -137,21 +158,46 @@ def test_a_routed_fetch_of_a_prefix_below_the_device_changes_no_token(where: str
             await sink(w.workers[holder.worker_id], block_hashes(root, PROMPT, BLOCK_SIZE), where)
             await until(lambda: depth(w.gateway, w, holder.worker_id, PROMPT) == 10)
             # 2. the other one reads it from there
-            other = next(name for name in w.ready if name != holder.worker_id)
-            choose = w.gateway.router.choose
-
-            def fetching(route: RouteAsk, now: float) -> Decision | None:
-                plan = choose(route, now)
-                assert plan is not None
-                target = WorkerKey(other, w.ready[other].incarnation)
-                return replace(plan, kind=PlanKind.FETCH_WHOLE, worker=target, whole=True, fetch=Fetch(holder, 10))
-
-            w.gateway.router.choose = fetching  # type: ignore[method-assign]
+            other = read_from(w, holder)
             _, cached = await ask(w, PROMPT)
             assert cached == 160
             assert w.workers[other].hub.counters["fetched_blocks"] == 10
             assert w.workers[holder.worker_id].scheduler.stats()["staged_blocks"] == 10
             await until(lambda: depth(w.gateway, w, other, PROMPT) == 10)
+            await w.assert_drained()
+
+    main()
+
+
+class Asked:
+    """The context of a call without a key."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_what_is_staged_for_a_live_request_is_no_leak(gate: Gate, where: str, tmp_path: Path) -> None:
+    @run
+    async def main() -> None:
+        async with world(Role.COLOCATED, Role.COLOCATED, **options(tmp_path)) as w:
+            # 1. one worker is at it for a request at the other
+            await ask(w, PROMPT, label="first")
+            holder = chosen(w.gateway, "first").worker
+            root = request_root(bytes.fromhex(w.gateway.fingerprint()), namespace_id("t", "", ""))
+            await sink(w.workers[holder.worker_id], block_hashes(root, PROMPT, BLOCK_SIZE), where)
+            read_from(w, holder)
+            asked = asyncio.create_task(ask(w, PROMPT))
+            await until(gate.reached.is_set)
+            held = w.workers[holder.worker_id].service.status(audit=True).holders
+            assert [(h.holder.rpartition(" ")[0], h.blocks) for h in held] == [("staged for", 10)]
+            # 2. an audit looks
+            doors = DoorMetrics("tiny")
+            admin = AdminService(w.gateway, Authenticator([]), Siblings(), Presence(), doors)
+            audit = await admin.Audit(admin_pb2.AuditRequest(settle_s=0.05), Asked())  # type: ignore[arg-type]
+            gate.opened.set()
+            await asked
+            assert (audit.clean, list(audit.findings)) == (True, [])
             await w.assert_drained()
 
     main()

@@ -261,7 +261,12 @@ def test_audit_names_the_holder() -> None:
         "p0: request req-9/1 holds 3 blocks",
         "p0: 1 live requests without a request at a gateway",
     ]
-    assert findings([GatewayAccount(frozenset({"req-9"}), 1)], [leak]) == [], "a live request may hold blocks"
+    live = GatewayAccount(frozenset({"req-9"}), 1)
+    for kind in ("request", "fetch", "lease fetch", "staged for"):
+        held = WorkerAccount("p0", answered=True, used_blocks=3, holders=((f"{kind} req-9/1", 3),))
+        assert findings([live], [held]) == [], "a live request may hold blocks"
+        assert findings([idle], [held]) == [f"p0: {kind} req-9/1 holds 3 blocks"]
+    assert findings([live], [leak]) == []
     busy = GatewayAccount(frozenset({"req-1"}), 1)
     assert findings([busy], [leak]) == ["p0: request req-9/1 holds 3 blocks"], "a leak shows beside live requests"
     assert findings([busy], [WorkerAccount("p0", True, integrity_error="lost")]) == ["p0: lost"]
