@@ -31,7 +31,7 @@ class Generations:
         self._path = path
         self._counts: Counter[str] = Counter()
         self._read: TextIOWrapper | None = None
-        """The file that was read. It stays open: no later file gets its inode number."""
+        """The file whose counts are known. It stays open: no later file gets its inode number."""
         self._is_unreadable = False
         self._refresh()
 
@@ -61,7 +61,8 @@ class Generations:
         self._counts = counts
 
     def _refresh(self) -> None:
-        """Reads the file again if it is another one than the last. Of one that is not there: what is known holds."""
+        """Reads the file again if it is another one than the last. Of one that is not there: what is known holds. While
+        one cannot be read, others may have cleared: each look makes a generation that nobody has had."""
         if self._path is None:
             return
         try:
@@ -73,14 +74,18 @@ class Generations:
         except OSError as error:
             if not self._is_unreadable:
                 log.error("generations_unreadable path=%s error=%s", self._path, type(error).__name__)
-                self._is_unreadable = True
-                if self._read is None:
-                    self._counts[EVERYBODY] = int.from_bytes(os.urandom(4), "little")
+            self._known_of(None)
+            self._is_unreadable = True
+            self._counts = Counter({EVERYBODY: int.from_bytes(os.urandom(4), "little")})
             return
+        self._known_of(file)
+        self._is_unreadable = False
+        self._counts = Counter(_parse(file))
+
+    def _known_of(self, file: TextIOWrapper | None) -> None:
         if self._read is not None:
             self._read.close()
-        self._read, self._is_unreadable = file, False
-        self._counts = Counter(_parse(file))
+        self._read = file
 
 
 @contextmanager
@@ -100,7 +105,7 @@ def _parse(file: TextIOWrapper) -> dict[str, int]:
     try:
         data = json.load(file)
         return {str(tenant): int(count) for tenant, count in data.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         log.error("generations_broken path=%s error=%s", file.name, type(error).__name__)
         state = os.fstat(file.fileno())
         seed = f"{state.st_ino} {state.st_mtime_ns}".encode()

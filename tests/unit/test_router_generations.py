@@ -75,7 +75,9 @@ def test_in_memory_there_is_no_file() -> None:
     assert (kept.of("a"), kept.of("b"), Generations().of("a")) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": "x"}', '{"a": null}', "5"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"a": "x"}', '{"a": null}', "5", '{"a": Infinity}', '{"a": NaN}', 100_000 * "["]
+)
 def test_a_broken_file_makes_old_names_invalid_rather_than_valid(tmp_path: Path, text: str) -> None:
     path = tmp_path / "generations.json"
     path.write_text(text)
@@ -83,9 +85,46 @@ def test_a_broken_file_makes_old_names_invalid_rather_than_valid(tmp_path: Path,
 
 
 def test_what_cannot_be_written_has_not_happened(tmp_path: Path) -> None:
-    (tmp_path / "kv").write_text("a file where the folder belongs")
-    kept = Generations(tmp_path / "kv" / "generations.json")
-    before = kept.of("a")
+    path = tmp_path / "generations.json"
+    kept = Generations(path)
+    kept.next("a")
+    path.with_suffix(".draft").mkdir()
     with pytest.raises(OSError):
         kept.next("a")
-    assert kept.of("a") == before
+    assert kept.of("a") == Generations(path).of("a") == 1
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_what_cannot_be_read_makes_names_that_nobody_has_had(
+    tmp_path: Path, has_read: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, aside = tmp_path / "generations.json", tmp_path / "aside"
+    other = Generations(path)
+    other.next("a")
+    kept = Generations(path) if has_read else None
+    # 1. It cannot be opened, and another gateway clears meanwhile: neither what was read nor what was made up before
+    # the clear is a name any more.
+    path.rename(aside)
+    path.mkdir()
+    kept = kept or Generations(path)
+    named = [kept.of("a") for _ in range(4)]
+    assert len({*named, 0, 1, 2}) == 7
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["generations_unreadable"]
+    # 2. Once it can be read everybody names alike again.
+    path.rmdir()
+    aside.rename(path)
+    other.next("a")
+    assert kept.of("a") == other.of("a") == 2
+
+
+def test_a_file_that_was_unreadable_for_a_while_is_read_again_although_it_is_the_same(tmp_path: Path) -> None:
+    path, aside = tmp_path / "generations.json", tmp_path / "aside"
+    kept = Generations(path)
+    kept.next("a")
+    assert kept.of("a") == 1
+    path.rename(aside)
+    path.mkdir()
+    assert kept.of("a") != 1
+    path.rmdir()
+    aside.rename(path)
+    assert kept.of("a") == 1
