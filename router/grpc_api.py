@@ -23,6 +23,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace.client import MAX_MESSAGE_BYTES
 from headrace.errors import Code, HeadraceError, InvariantError, invalid
 from headrace.process import end_process
 from headrace.v1 import inference_pb2 as pb
@@ -45,7 +46,6 @@ SERVICE = "headrace.v1.Inference"
 FIELD_KEY = "headrace-field"
 RETRY_KEY = "retry-after-ms"
 REASON_KEY = "headrace-reason"
-MAX_MESSAGE_BYTES = 32 << 20
 _SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from headrace.client import from_rpc_error
+from headrace.client import MAX_MESSAGE_BYTES, from_rpc_error
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import admin_pb2 as pb
 from headrace.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -26,6 +26,12 @@ ASK_S = 2.0
 """A sibling that takes longer has no answer."""
 _NOBODY = (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
 """It does not have the request, or cannot be asked."""
+_CHANNEL_OPTIONS = [
+    # As much as the other one's server sends.
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A restarted sibling has the address of the dead one, and must not inherit its broken connection.
+    ("grpc.use_local_subchannel_pool", 1),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,7 @@ class Siblings:
             task.add_done_callback(self._closing.discard)
         for key in sorted(wanted - self._peers.keys()):
             name, _, address = key
-            # A restarted sibling has the address of the dead one, and must not inherit its broken connection.
-            channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-            self._peers[key] = _Peer(name, address, channel)
+            self._peers[key] = _Peer(name, address, grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS))
 
     async def accounts(self, *, metrics: bool = False) -> list[pb.AccountResponse]:
         """Each one's own, by name; without a pid where it did not answer."""
@@ -105,17 +109,22 @@ def _unanswered(peer: _Peer) -> pb.AccountResponse:
 
 
 async def _found(calls: list[Awaitable[T]]) -> T | None:
-    """The first answer; a hung sibling is not waited for when another one has it."""
+    """The first answer; a hung sibling is not waited for when another one has it, nor one that is a member no more."""
     refusal: HeadraceError | None = None
     asked = [asyncio.ensure_future(call) for call in calls]
+    pending = set(asked)
     try:
-        for answer in asyncio.as_completed(asked):
-            try:
-                return await answer
-            except grpc.aio.AioRpcError as failure:
-                error = from_rpc_error(failure)
-                if error.code not in _NOBODY:
-                    refusal = error
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for answer in done:
+                if answer.cancelled():  # not by us: its channel was closed
+                    continue
+                try:
+                    return answer.result()
+                except grpc.aio.AioRpcError as failure:
+                    error = from_rpc_error(failure)
+                    if error.code not in _NOBODY:
+                        refusal = error
     finally:
         for each in asked:
             each.cancel()

@@ -10,9 +10,11 @@ import grpc
 import pytest
 
 from headrace.errors import Code, HeadraceError
-from headrace.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
+from headrace.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router import siblings
+from router.grpc_api import server_options
 from router.siblings import RELAYED_KEY, Siblings
+from tests.doors_fixtures import gateway_spec
 
 
 class Gateway(inference_pb2_grpc.InferenceServicer):
@@ -35,6 +37,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def Resume(
         self, request: inference_pb2.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ResumeResponse:
+        self.heard.append(dict(context.invocation_metadata()))
+        if self.has is None:
+            await asyncio.Event().wait()
         if self.has != request.request_id:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
         trailers = (("headrace-reason", "not_paused"),)
@@ -118,5 +123,71 @@ def test_one_that_is_gone_is_named_without_a_pid_and_asked_no_more() -> None:
             assert (account.gateway.gateway_id, account.gateway.pid) == ("gateway-7", 0)
             known.set_members([])
             assert await known.accounts() == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["explain", "resume"])
+def test_one_that_is_killed_while_it_hangs_has_no_answer(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(siblings, "ASK_S", 1e4)
+
+    async def main() -> None:
+        hung = Gateway(None)
+        async with asyncio.timeout(30), siblings_of(hung) as known:
+            if what == "explain":
+                asked = asyncio.create_task(known.explain(explain("mine"), Caller()))
+            else:
+                asked = asyncio.create_task(known.resume(inference_pb2.ResumeRequest(request_id="mine"), Caller()))
+            while not hung.heard:
+                await asyncio.sleep(0.005)
+            known.set_members([])
+            assert await asked is None
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_ends_what_was_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "ASK_S", 1e4)
+
+    async def main() -> None:
+        hung = Gateway(None)
+        async with asyncio.timeout(30), siblings_of(hung) as known:
+            asked = asyncio.create_task(known.explain(explain("mine"), Caller()))
+            while not hung.heard:
+                await asyncio.sleep(0.005)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(main())
+
+
+class Told(admin_pb2_grpc.AdminServicer):
+    """A gateway with as many requests in progress as make its account this large."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    async def Account(
+        self, request: admin_pb2.AccountRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.AccountResponse:
+        name = "req-" + 60 * "0"
+        return admin_pb2.AccountResponse(
+            gateway=admin_pb2.GatewayStatus(pid=7), live=[name] * (self._num_bytes // len(name))
+        )
+
+
+def test_an_account_may_be_as_large_as_a_gateway_sends_any() -> None:
+    async def main() -> None:
+        server = grpc.aio.server(options=server_options(gateway_spec()))
+        admin_pb2_grpc.add_AdminServicer_to_server(Told(24 << 20), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        known = Siblings("token")
+        known.set_members([admin_pb2.Sibling(name="gateway-1", incarnation="i", address=f"127.0.0.1:{port}")])
+        (account,) = await known.accounts()
+        assert account.gateway.pid == 7 and account.ByteSize() > 24 << 20
+        await known.close()
+        await server.stop(None)
 
     asyncio.run(main())
