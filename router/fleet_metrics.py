@@ -1,5 +1,5 @@
-"""What the gateway knows beyond its doors, for Prometheus: where the time of requests went, and each worker's last load
-report.
+"""What the gateway knows beyond its doors, for Prometheus: where the time of requests went, what was decided about
+them, and what tenants have had. No series of a worker: every gateway has those (`router.worker_metrics`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headrace.core.records import WorkerLoad
 from router.core.decision import Decision
 from router.core.flight import Flight
 from router.gateway import Gateway
 
 _RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 10)
+MAX_TENANTS = 32
 _GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30)
 
 
@@ -72,18 +72,6 @@ class FleetMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         gateway = self._gateway
-        workers = gateway.fleet.loads()
-        for name, text, value in (
-            ("num_requests_running", "Requests in the batch", lambda load: load.running_requests),
-            ("num_requests_waiting", "Requests that wait for a prefill", lambda load: load.waiting_requests),
-            ("num_requests_adopting", "Requests whose KV is on its way", lambda load: load.adopting_requests),
-            ("waiting_prompt_tokens", "Prompt tokens not yet computed", lambda load: load.waiting_tokens),
-            ("kv_cache_usage_perc", "Blocks that cannot be given out, 0 to 1", _usage),
-        ):
-            family = GaugeMetricFamily(f"headrace_{name}", text, labels=("model_name", "pool", "worker"))
-            for key, role, load in workers:
-                family.add_metric((self._model, role.value, key.worker_id), float(value(load)))
-            yield family
         counters = gateway.counters
         outcomes = CounterMetricFamily("headrace_branches", "Branches by outcome", labels=("model_name", "outcome"))
         for outcome in ("accepted", "completed", "failed", "cancelled", "retries"):
@@ -111,7 +99,8 @@ class FleetMetrics(Collector):
         for (kind, reason), count in sorted(gateway.placing.plans.items()):
             plans.add_metric((self._model, kind, reason), float(count))
         yield plans
-
-
-def _usage(load: WorkerLoad) -> float:
-    return 1.0 - (load.free_blocks + load.evictable_blocks) / load.total_blocks if load.total_blocks else 0.0
+        text = "Weighted tokens that a tenant has had of all workers, by its share; those that had most"
+        service = GaugeMetricFamily("headrace_tenant_service", text, labels=("model_name", "tenant"))
+        for tenant, tokens in gateway.gate.service.most_served(MAX_TENANTS).items():
+            service.add_metric((self._model, tenant), tokens)
+        yield service

@@ -13,7 +13,7 @@ import sys
 import kernels.environment  # noqa: F401  (first: it decides where numba keeps compiled code)
 from headrace.clock import monotonic
 from headrace.errors import StartupError
-from headrace.process import die_with_parent, log_to_stderr, serve
+from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from router.admin import AdminService, Presence
 from router.auth import Authenticator
@@ -68,16 +68,20 @@ class GatewayProcess:
         metrics = DoorMetrics(spec.served_model_name)
         gateway.on_completed = FleetMetrics(gateway, metrics.registry).ended
         gateway.tools.on_answer = metrics.tool_wait.observe
-        metrics.refresh = WorkerMetrics(gateway, metrics.registry).refresh
+        workers = WorkerMetrics(gateway, metrics.worker_registry)
+        metrics.refresh = workers.refresh
         facts = ModelFacts(block_size=spec.block_size, dtype=spec.dtype)
         admin = AdminService(gateway, authenticator, self._siblings, self._presence, metrics)
         fallback = build_fallback(spec)
 
         async def scrape_all() -> bytes:
             name = spec.gateway_id.partition(".")[0]
-            own, siblings = await asyncio.gather(metrics.scrape(), self._siblings.accounts(metrics=True))
-            texts = {each.gateway.gateway_id.partition(".")[0]: each.metrics.decode() for each in siblings}
-            return merged(texts | {name: own.decode()}, workers_from=name).encode()
+            _, siblings = await asyncio.gather(workers.refresh(), self._siblings.accounts(metrics=True))
+            texts = {
+                each.gateway.gateway_id.partition(".")[0]: each.metrics.decode() if each.gateway.pid else None
+                for each in siblings
+            }
+            return merged(texts | {name: metrics.text().decode()}).encode() + metrics.workers_text()
 
         def doors(is_shared: bool) -> Doors:
             grpc_door = build_server(
@@ -105,6 +109,7 @@ class GatewayProcess:
             self._presence.is_open = True
             return ready
         self._opening = asyncio.create_task(self._open_shared(doors(is_shared=True)))
+        self._opening.add_done_callback(end_process_if_failed)
         shared = {
             "shared_grpc_address": f"{spec.host}:{spec.shared_grpc_port}",
             "shared_http_address": f"{spec.host}:{spec.shared_http_port}",

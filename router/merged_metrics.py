@@ -1,38 +1,35 @@
-"""One Prometheus text of several gateways' texts, for the address that they share: whoever takes the connection tells
-of all. Pure.
+"""One Prometheus text of several gateways' own series, for the address that they share: whoever takes the connection
+tells of all. Pure.
 
-A gateway's own series get a label `gateway`. Series of workers, which every gateway has, are taken from one text and
-keep their labels, so that nothing is counted twice and no series comes and goes with who was asked.
+Each series gets a label `gateway`. Series of workers, which every gateway has, are not in here: the gateway that is
+asked adds them once, so that nothing is counted twice and no series comes and goes with who was asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_OF_WORKER = 'worker="'
+_UP = "headrace_gateway_up"
 
 
-def merged(texts: Mapping[str, str], workers_from: str) -> str:
-    """`texts` by gateway, each as `prometheus_client.generate_latest` writes it. Families stay together, as the format
-    demands.
+def merged(texts: Mapping[str, str | None]) -> str:
+    """`texts` by gateway, each as `prometheus_client.generate_latest` writes it; None of one that did not answer.
+    Families stay together, as the format demands.
     """
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
+    heads = {_UP: [f"# HELP {_UP} Whether a gateway told its own series", f"# TYPE {_UP} gauge"]}
+    samples = {_UP: [f'{_UP}{{gateway="{gateway}"}} {float(texts[gateway] is not None)}' for gateway in sorted(texts)]}
     for gateway in sorted(texts):
         family = ""
-        for line in texts[gateway].splitlines():
+        for line in (texts[gateway] or "").splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
                 if family not in heads:
                     heads[family], samples[family] = [], []
                 is_new = not heads[family]
-            if line.startswith("#"):
-                if is_new:
-                    heads[family].append(line)
-            elif _OF_WORKER not in line:
+            if not line.startswith("#"):
                 samples[family].append(_labelled(line, gateway))
-            elif gateway == workers_from:
-                samples[family].append(line)
+            elif is_new:
+                heads[family].append(line)
     return "".join(f"{line}\n" for family in heads for line in heads[family] + samples[family])
 
 

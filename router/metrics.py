@@ -21,10 +21,13 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class DoorMetrics:
-    """One gateway's door metrics in a registry of their own; the gateway may add its collectors to `registry`."""
+    """One gateway's door metrics in a registry of their own. The gateway may add collectors of its own series to
+    `registry`, and those of workers' series, which every gateway has, to `worker_registry`.
+    """
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self.worker_registry = CollectorRegistry()
         self.refresh: Callable[[], Awaitable[None]] | None = None
         """Brings up to date what is collected, before each scrape; set by whoever adds collectors."""
         self._model = model
@@ -81,14 +84,18 @@ class DoorMetrics:
         self._success.labels(self._model, reason).inc()
 
     async def scrape(self) -> bytes:
-        """The text format of Prometheus."""
+        """The text format of Prometheus: all that this gateway knows."""
         if self.refresh is not None:
             await self.refresh()
-        return self.text()
+        return self.text() + self.workers_text()
 
     def text(self) -> bytes:
-        """As `scrape`, of the workers what was heard last."""
+        """The gateway's own series."""
         return generate_latest(self.registry)
+
+    def workers_text(self) -> bytes:
+        """The workers' series, as they were told last."""
+        return generate_latest(self.worker_registry)
 
 
 class RequestMeter:

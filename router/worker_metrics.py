@@ -1,13 +1,15 @@
-"""Each worker's own account for Prometheus: what its scheduler did, what its steps took, whom it served and refused.
+"""The workers' series for Prometheus: each one's last load report, and its own account of what its scheduler did, what
+its steps took, whom it served and refused.
 
-Workers are asked when somebody scrapes, at most once a second however many scrape; one that does not answer has no
-samples until it does. Counters begin again with a worker's new incarnation, as Prometheus expects.
+Workers are asked for their accounts when somebody scrapes, at most once a second however many scrape; one that does not
+answer has no samples of these until it does. Counters begin again with a worker's new incarnation, as Prometheus
+expects.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -16,14 +18,28 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from headrace.clock import Clock, monotonic
+from headrace.core.records import WorkerLoad
 from headrace.v1 import worker_pb2 as pb
 from router.gateway import Gateway
 
 REFRESH_GAP_S = 1.0
 ANSWER_S = 1.0
 """A worker that takes longer to answer is left out."""
-MAX_TENANTS = 32
 _LABELS = ("model_name", "pool", "worker")
+
+
+def _usage(load: WorkerLoad) -> float:
+    return 1.0 - (load.free_blocks + load.evictable_blocks) / load.total_blocks if load.total_blocks else 0.0
+
+
+_LOADS: tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...] = (
+    ("num_requests_running", "Requests in the batch", lambda load: load.running_requests),
+    ("num_requests_waiting", "Requests that wait for a prefill", lambda load: load.waiting_requests),
+    ("num_requests_adopting", "Requests whose KV is on its way", lambda load: load.adopting_requests),
+    ("waiting_prompt_tokens", "Prompt tokens not yet computed", lambda load: load.waiting_tokens),
+    ("kv_cache_usage_perc", "Blocks that cannot be given out, 0 to 1", _usage),
+)
+"""(name without prefix, text, what it is of a load report)."""
 _COUNTERS = (
     ("preemptions", "preemptions", "Requests that gave their blocks up for others"),
     ("swapped_out_requests", "swapped_out", "Requests whose KV was copied to the host"),
@@ -107,7 +123,12 @@ class WorkerMetrics(Collector):
         self._answers = [view.status for view in views if view.HasField("status")]
 
     def collect(self) -> Iterator[Metric]:
-        answers = self._answers
+        loads, answers = self._gateway.fleet.loads(), self._answers
+        for name, text, value in _LOADS:
+            gauge = GaugeMetricFamily(f"headrace_{name}", text, labels=_LABELS)
+            for worker, role, load in loads:
+                gauge.add_metric((self._model, role.value, worker.worker_id), float(value(load)))
+            yield gauge
         for name, key, text in _COUNTERS:
             counter = CounterMetricFamily(f"headrace_{name}", text, labels=_LABELS)
             for answer in answers:
@@ -137,11 +158,6 @@ class WorkerMetrics(Collector):
         yield self._by("worker_refusals", "reason", CounterMetricFamily, "refusals", "Requests refused by a worker")
         text = "Weighted tokens that a worker has served, by its share; those that had most"
         yield self._by("worker_tenant_service", "tenant", GaugeMetricFamily, "tenant_service", text)
-        text = "Weighted tokens that a tenant has had of all workers, by its share; those that had most"
-        service = GaugeMetricFamily("headrace_tenant_service", text, labels=("model_name", "tenant"))
-        for tenant, tokens in self._gateway.gate.service.most_served(MAX_TENANTS).items():
-            service.add_metric((self._model, tenant), tokens)
-        yield service
 
     def _by(
         self,

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.core.fairness import ServiceWeights
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
+from router.fleet_metrics import FleetMetrics
 from router.worker_metrics import WorkerMetrics
 from tests.world import World, expected, spec, world
 from workers.core.settings import SchedulingOptions
@@ -42,6 +43,7 @@ class Scraped:
 
 async def scrape(w: World) -> Scraped:
     registry = CollectorRegistry()
+    FleetMetrics(w.gateway, registry)
     metrics = WorkerMetrics(w.gateway, registry)
     await metrics.refresh()
     return Scraped(generate_latest(registry).decode())

@@ -12,6 +12,7 @@ from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2
 from router.fleet_metrics import FleetMetrics
+from router.worker_metrics import WorkerMetrics
 from tests.world import Answer, World, expected, spec, world
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
@@ -314,6 +315,7 @@ def test_metrics_sum_the_ledgers_and_show_each_worker() -> None:
         async with world(P, D) as w:
             registry = CollectorRegistry()
             w.gateway.on_completed = FleetMetrics(w.gateway, registry).ended
+            WorkerMetrics(w.gateway, registry)
             total_ms = 0.0
             for i in range(5):
                 async for delta in w.gateway.generate(spec([3 + i] * 40, 6, explain=True)):
