@@ -83,6 +83,7 @@ class Fleet:
                 hello.lane,
                 session.address.rpartition(":")[0],
                 session.address,
+                hello.chunk_tokens,
             )
 
     def send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:

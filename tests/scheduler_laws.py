@@ -53,7 +53,7 @@ def check_plan(world: World, plan: StepPlan, before: Mapping[RequestKey, State])
     settings = world.settings
     assert plan.num_rows <= settings.max_num_seqs
     assert sum(plan.num_tokens) <= settings.max_num_batched_tokens
-    assert max(plan.num_tokens[plan.num_decode_rows :], default=0) <= settings.long_prefill_token_threshold
+    assert max(plan.num_tokens[plan.num_decode_rows :], default=0) <= settings.chunk_tokens
     assert len(set(plan.keys)) == plan.num_rows
     for table, start, count in zip(plan.block_tables, plan.start_pos, plan.num_tokens, strict=True):
         assert start + count <= len(table) * settings.block_size

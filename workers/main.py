@@ -111,8 +111,9 @@ class Worker:
         self.pool = BlockPool(runner.num_blocks, layout.block_size)
         self.predictor = load_predictor(spec, profile_key(spec, runner))
         tracing = OFF if self._events is None else self._events.tracing
+        settings = scheduler_settings(spec, runner)
         self.scheduler = Scheduler(
-            scheduler_settings(spec, runner),
+            settings,
             self.pool,
             PrefixCache(self.pool),
             self.predictor,
@@ -164,6 +165,7 @@ class Worker:
             total_blocks=runner.num_blocks,
             max_model_len=spec.max_model_len,
             lane=transport.name,
+            chunk_tokens=settings.chunk_tokens,
         )
         self._movers = Movers(self.scheduler, self.engine.lock, runner, disk_store(spec, runner))
         self.service = WorkerService(

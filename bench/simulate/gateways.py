@@ -36,8 +36,8 @@ class Gateway:
         self._output_tokens = float(FIRST_GUESS_TOKENS)
         for worker in workers:
             pool, role = worker.pool, worker.spec.role
-            capacity = pool.num_blocks * pool.block_size
-            self.router.worker_up(worker.key, role, capacity, pool.block_size, worker.spec.lane)
+            capacity, chunk = pool.num_blocks * pool.block_size, worker.spec.settings.chunk_tokens
+            self.router.worker_up(worker.key, role, capacity, pool.block_size, worker.spec.lane, chunk_tokens=chunk)
 
     def catch_up(self, now: float) -> None:
         """Takes what has arrived. Each worker's changes come in order, and before the load that counts them."""

@@ -257,7 +257,7 @@ class Prefilled(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "block_size", "total_blocks", "max_model_len", "lane")
+    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "block_size", "total_blocks", "max_model_len", "lane", "chunk_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class WorkerHello(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -274,7 +275,8 @@ class WorkerHello(_message.Message):
     total_blocks: int
     max_model_len: int
     lane: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., lane: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("handle", "cached_tokens", "queue_s")

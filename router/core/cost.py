@@ -32,6 +32,8 @@ NUM_TERMS = len(TERMS)
 (CONTENTION, PRESSURE, EVICTION, DUPLICATION, SESSION, ADAPTER, TOPOLOGY, DEADLINE) = range(8, NUM_TERMS)
 NUM_FIRST_TOKEN_TERMS = FETCH + 1
 """The first so many terms are together the predicted time to the first token, see `first_token_ms`."""
+USUAL_CHUNK_TOKENS = 512
+"""Most prompt tokens of one request in a step of a worker that does not tell, or is not known."""
 NUM_WAYS = 3
 """To come by the prefix: compute what is missing there (0), fetch it from whoever has most now (1), or wait for whoever
 will have most soon and fetch then (2)."""
@@ -48,6 +50,7 @@ class Columns(NamedTuple):
     node: Ints
     place: Ints
     block_size: Ints
+    chunk_tokens: Ints
     rows: Ints
     context: Ints
     output_left: Ints
@@ -90,7 +93,6 @@ class Weights(NamedTuple):
     session_ms: float
     adapter_ms: float
     topology_ms: float
-    chunk_tokens: int
     restored_share: float
     fetch_overhead_ms: float
     least_fetch_blocks: int
@@ -206,7 +208,7 @@ def price(c, parts, prefix, block_ms, work, weights, terms):  # type: ignore[no-
         # What follows the prefill, there or at a decode worker.
         far = far_ms[lane]
         topology_ms = min(near_ms[c.place[slot]] - far, weights.topology_ms)
-        left = min(max(work.num_tokens - depth * size, 1), weights.chunk_tokens)
+        left = min(max(work.num_tokens - depth * size, 1), c.chunk_tokens[slot])
         transfer_ms = -(-left // size) * block_ms[slot]
         is_pair = prefills
         if prefills and wholes:
@@ -237,7 +239,7 @@ def price(c, parts, prefix, block_ms, work, weights, terms):  # type: ignore[no-
             if kind == WHOLE_KIND and not more and depth and parts.beside[slot] and parts.decode[slot]:
                 kinds[way, slot] = HOLDER_KIND
             start = min((depth + more) * size, work.num_tokens - 1)
-            compute_ms, alone_ms = prefill_ms(c, slot, work.num_tokens - start, start, weights.chunk_tokens)
+            compute_ms, alone_ms = prefill_ms(c, slot, work.num_tokens - start, start)
             t = terms[way, slot]
             t[:] = 0.0
             t[QUEUE] = weights.queue * queue_ms
@@ -273,6 +275,7 @@ def price_decode(c, pool, depths, block_ms, source, work, weights):  # type: ign
     """
     n = len(c.live)
     terms, costs = np.zeros((n, NUM_TERMS)), np.full(n, np.inf)
+    chunk_tokens = c.chunk_tokens[source] if source >= 0 else USUAL_CHUNK_TOKENS
     for slot in range(n):
         if pool[slot]:
             room_ms, pressure_ms, _, eviction_ms = _holding(c, slot, depths[slot], work, weights)
@@ -281,7 +284,7 @@ def price_decode(c, pool, depths, block_ms, source, work, weights):  # type: ign
             t[MEMORY_WAIT], t[PRESSURE], t[EVICTION] = room_ms, pressure_ms, eviction_ms
             # Of what it lacks, the blocks of the last chunk are sent when the first token is there.
             size = max(c.block_size[slot], 1)
-            last = -(-min(work.num_tokens, weights.chunk_tokens) // size)
+            last = -(-min(work.num_tokens, chunk_tokens) // size)
             t[TRANSFER] = min(max(-(-work.num_tokens // size) - depths[slot], 1), last) * block_ms[slot]
             if source >= 0 and c.node[slot] != c.node[source]:
                 t[TOPOLOGY] = weights.topology_ms
@@ -290,9 +293,10 @@ def price_decode(c, pool, depths, block_ms, source, work, weights):  # type: ign
 
 
 @njit(inline="always")
-def prefill_ms(c, slot, tokens, start, chunk_tokens):  # type: ignore[no-untyped-def]
+def prefill_ms(c, slot, tokens, start):  # type: ignore[no-untyped-def]
     """Of `tokens` (at least 1) prompt tokens after `start` cached ones: (the time beside the decodes there, how much of
     it those would have taken anyway)."""
+    chunk_tokens = c.chunk_tokens[slot]
     steps, rest = tokens // chunk_tokens, tokens % chunk_tokens
     total = steps * c.chunk_ms[slot]
     if rest > 0:

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from headrace.core.records import Role, WorkerLoad
 from headrace.core.step_shape import NUM_FEATURES
-from router.core.cost import Columns
+from router.core.cost import USUAL_CHUNK_TOKENS, Columns
 from router.core.placement import WorkerKey
 from router.core.step_columns import StepColumns
 
 PREFILL, DECODE, COLOCATED = range(3)
 ROLE_CODES = {Role.PREFILL: PREFILL, Role.DECODE: DECODE, Role.COLOCATED: COLOCATED}
 _INT = (
-    *("role", "lane", "node", "place", "generation", "capacity_tokens", "block_size"),
+    *("role", "lane", "node", "place", "generation", "capacity_tokens", "block_size", "chunk_tokens"),
     *("waiting_tokens", "requests", "output_left", "rows", "context"),
     *("evictable_blocks", "unused_blocks", "available_blocks", "growth_blocks"),
 )
@@ -80,6 +80,8 @@ class FleetTable:
     generation: NDArray[np.int64]
     capacity_tokens: NDArray[np.int64]
     block_size: NDArray[np.int64]
+    chunk_tokens: NDArray[np.int64]
+    """Most prompt tokens of one request in a step."""
     waiting_tokens: NDArray[np.int64]
     requests: NDArray[np.int64]
     output_left: NDArray[np.int64]
@@ -101,8 +103,7 @@ class FleetTable:
     live: NDArray[np.bool_]
     closed: NDArray[np.bool_]
 
-    def __init__(self, chunk_tokens: int) -> None:
-        """chunk_tokens: prompt tokens that a worker is taken to compute in a step."""
+    def __init__(self) -> None:
         self.num_slots = 0
         self.version = 0
         """Another one whenever who is there, willing or large enough has changed."""
@@ -110,7 +111,7 @@ class FleetTable:
         """Of live workers."""
         self.by_role: dict[int, NDArray[np.bool_]] = {}
         """[num_slots] live workers of each role."""
-        self.steps = StepColumns(chunk_tokens)
+        self.steps = StepColumns()
         self._workers: dict[WorkerKey, _Worker] = {}
         self._at: list[_Worker | None] = []
         self._free: list[int] = []
@@ -135,8 +136,12 @@ class FleetTable:
         lane: str = "",
         node: str = "",
         address: str = "",
+        chunk_tokens: int = 0,
     ) -> int:
-        """A worker's slot from now on. The same worker again only changes what is told of it."""
+        """A worker's slot from now on. The same worker again only changes what is told of it.
+
+        chunk_tokens: 0: it does not tell.
+        """
         worker = self._workers.get(key)
         if worker is None:
             slot = self._free.pop() if self._free else self._new_slot()
@@ -147,6 +152,7 @@ class FleetTable:
         slot, worker.address = worker.slot, address
         self.role[slot] = ROLE_CODES[role]
         self.capacity_tokens[slot], self.block_size[slot] = capacity_tokens, block_size
+        self.chunk_tokens[slot] = chunk_tokens or USUAL_CHUNK_TOKENS
         self.lane[slot] = self._lanes.setdefault(lane, len(self._lanes))
         self.node[slot] = self._nodes.setdefault(node, len(self._nodes))
         place = (int(self.lane[slot]), int(self.node[slot]))
@@ -299,7 +305,8 @@ class FleetTable:
         if self.closed[slot] != bool(load.closed):
             self.closed[slot] = bool(load.closed)
             self.version += 1
-        self.steps.tell(slot, load.step_costs if len(load.step_costs) == NUM_FEATURES else (), rows, context)
+        costs_s = load.step_costs if len(load.step_costs) == NUM_FEATURES else ()
+        self.steps.tell(slot, costs_s, rows, context, int(self.chunk_tokens[slot]))
 
 
 def _count(booked: _Booked, booking: Booking, sign: int) -> None:

@@ -58,7 +58,6 @@ def weights_of(settings: RoutingSettings) -> Weights:
         session_ms=settings.session_ms,
         adapter_ms=settings.adapter_ms,
         topology_ms=settings.topology_ms,
-        chunk_tokens=settings.chunk_tokens,
         restored_share=settings.restored_share,
         fetch_overhead_ms=settings.fetch_overhead_ms,
         least_fetch_blocks=settings.least_fetch_blocks,

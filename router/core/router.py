@@ -61,7 +61,7 @@ class Router:
     ) -> None:
         """chance: gives the next random number of 0..1, for ties; for example `random.Random(seed).random`."""
         self.settings = settings or RoutingSettings()
-        self.table = FleetTable(self.settings.chunk_tokens)
+        self.table = FleetTable()
         self.index = index or PrefixIndex()
         self.policy = policy
         self.lanes = Lanes(self.settings.default_block_ms)
@@ -94,9 +94,14 @@ class Router:
         lane: str = "",
         node: str = "",
         address: str = "",
+        chunk_tokens: int = 0,
     ) -> None:
-        """A session to this worker is usable. Idempotent."""
-        self.table.up(key, role, capacity_tokens, block_size, lane, node, address)
+        """A session to this worker is usable. Idempotent.
+
+        chunk_tokens: most prompt tokens of one request that a step of it takes; 0: not told, see
+        `router.core.cost.USUAL_CHUNK_TOKENS`.
+        """
+        self.table.up(key, role, capacity_tokens, block_size, lane, node, address, chunk_tokens)
 
     def worker_down(self, key: WorkerKey) -> None:
         """Forgets its load, its bookings and its blocks. Idempotent."""

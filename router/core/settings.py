@@ -28,8 +28,6 @@ class RoutingSettings:
     session_ms: float = 1.0
     adapter_ms: float = 50.0
     topology_ms: float = 1.0
-    chunk_tokens: int = 512
-    """Prompt tokens that a worker is taken to compute in a step."""
     restored_share: float = 0.1
     """Cached blocks that lie in a lower tier, of a worker that has one."""
     default_block_ms: float = 0.5

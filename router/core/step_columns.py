@@ -48,11 +48,11 @@ class StepColumns:
     slope: Floats
     knots: Ints = _KNOTS
 
-    def __init__(self, chunk_tokens: int) -> None:
-        self._chunk = chunk_tokens
+    def __init__(self) -> None:
         self.has_own = np.zeros(0, np.bool_)
         self._rows = np.zeros(0, np.int64)
         self._context = np.zeros(0, np.int64)
+        self._chunk_tokens = np.zeros(0, np.int64)
         self._costs = np.zeros((0, NUM_FEATURES))
         self._told: dict[int, tuple[float, ...]] = {}
         self._pace: dict[int, float | None] = {}
@@ -65,15 +65,15 @@ class StepColumns:
             setattr(self, name, np.zeros(0))
 
     def grow(self, size: int) -> None:
-        for name in (*_OWN, "has_own", "_rows", "_context", "_costs", "at_zero", "slope"):
+        for name in (*_OWN, "has_own", "_rows", "_context", "_chunk_tokens", "_costs", "at_zero", "slope"):
             old = getattr(self, name)
             new = np.zeros((size, *old.shape[1:]), old.dtype)
             new[: len(old)] = old
             setattr(self, name, new)
 
-    def tell(self, slot: int, costs_s: Sequence[float], rows: int, context: int) -> None:
-        """A worker's costs, seconds of each feature (empty: not told), and its decodes."""
-        self._rows[slot], self._context[slot] = rows, context
+    def tell(self, slot: int, costs_s: Sequence[float], rows: int, context: int, chunk_tokens: int) -> None:
+        """A worker's costs, seconds of each feature (empty: not told), its decodes, and its whole chunk."""
+        self._rows[slot], self._context[slot], self._chunk_tokens[slot] = rows, context, chunk_tokens
         costs = tuple(costs_s)
         if costs != self._told.get(slot, None):
             if costs:
@@ -112,13 +112,13 @@ class StepColumns:
                 self._dirty.update(self._pace)
         if self._dirty:
             own = tuple(getattr(self, name) for name in _OWN)
-            cost = (self._costs, self.at_zero, self.slope, self.knots)
-            _derive(np.array(list(self._dirty)), self._chunk, self._rows, self._context, *cost, own)
+            told = (self._rows, self._context, self._chunk_tokens)
+            _derive(np.array(list(self._dirty)), *told, self._costs, self.at_zero, self.slope, self.knots, own)
             self._dirty.clear()
 
     def share_ms(self, slot: int, tokens: int, start: int) -> float:
         """What those tokens add to the work ahead of others there: they share full steps with other prompts."""
-        steps = tokens / self._chunk * (self.chunk_ms[slot] + self.beside_ms[slot])
+        steps = tokens / self._chunk_tokens[slot] * (self.chunk_ms[slot] + self.beside_ms[slot])
         return float(steps + self.pair_ms[slot] * tokens * (start + 0.5 * tokens))
 
     def _usual_pace(self) -> float:
@@ -136,12 +136,12 @@ class StepColumns:
 
 
 @njit(cache=True)
-def _derive(slots, chunk, rows_of, context_of, costs, at_zero, slope, knots, to):  # type: ignore[no-untyped-def]
+def _derive(slots, rows_of, context_of, chunk_of, costs, at_zero, slope, knots, to):  # type: ignore[no-untyped-def]
     """Fills in `_OWN`, in that order, of some slots. costs: [slots, features] milliseconds."""
     token_ms, step_ms, next_step_ms, context_ms, beside_ms, chunk_ms, pair_ms, prompt_ms = to
     last = len(knots)
     for slot in slots:
-        rows, context = rows_of[slot], context_of[slot]
+        rows, context, chunk = rows_of[slot], context_of[slot], chunk_of[slot]
         decode_row, decode_token, prefill_row, pair, sampled_row = costs[slot, last + 1 :]
         beside = decode_row * rows + decode_token * context
         sampled = sampled_row * rows

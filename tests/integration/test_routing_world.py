@@ -16,6 +16,7 @@ from headrace.core.records import CacheChange, Role, cache_key
 from headrace.core.step_shape import NUM_FEATURES
 from headrace.ids import counting_ids
 from kvtransfer.core.identity import block_hashes, namespace_id, request_root
+from router.core.cost import USUAL_CHUNK_TOKENS
 from router.core.decision import Decision, Fetch, PlanKind, RouteAsk
 from router.core.placement import WorkerKey
 from router.gateway import Gateway
@@ -307,12 +308,35 @@ def test_who_waits_for_a_prefix_that_never_comes_computes_it() -> None:
 
 
 def test_workers_tell_what_their_steps_cost() -> None:
-    """Without it the router would reckon with a machine that is nobody's."""
+    """Without it the router would reckon with a machine that is nobody's. By a policy that has both of them learn."""
 
     async def main() -> None:
-        async with world(P, D, step_s=0.002) as w:
+        async with world(P, D, step_s=0.002, gateway={"routing_policy": "least_loaded"}) as w:
             for _ in range(14):
                 await ask(w, PROMPT, no_cache=True)
             await until(lambda: all(len(load.step_costs) == NUM_FEATURES for _, _, load in w.gateway.fleet.loads()))
+
+    run(main())
+
+
+def test_workers_tell_their_prefill_chunk() -> None:
+    """The most of a prompt that a step takes: bounded for each request, and by the step's tokens."""
+
+    async def main() -> None:
+        async with world(P, D, by_role={D: {"long_prefill_token_threshold": 1024}}, max_num_batched_tokens=64) as w:
+            table, fleet = w.gateway.router.table, w.gateway.fleet
+
+            def told() -> dict[str, int]:
+                slots = {session.key.worker_id: table.slot(session.key) for session in fleet.sessions}
+                return {name: int(table.chunk_tokens[slot]) for name, slot in slots.items() if slot is not None}
+
+            # 1. One is bound by the prompt's share, the other by the step.
+            assert told() == {"prefill-0": 32, "decode-0": 64}
+            # 2. Of a worker that does not tell, something usual is assumed.
+            for session in fleet.sessions:
+                assert session.hello is not None
+                session.hello.ClearField("chunk_tokens")
+            fleet.pair()
+            assert told() == dict.fromkeys(w.workers, USUAL_CHUNK_TOKENS)
 
     run(main())

@@ -17,7 +17,6 @@ from headrace.core.records import FinishReason, Role
 from headrace.core.slo import ttft_s
 from kvtransfer.core.identity import block_hashes
 from router.core.placement import Mode
-from router.core.settings import RoutingSettings
 
 BLOCK = 16
 SETTINGS = settings_of(
@@ -133,6 +132,12 @@ def test_several_gateways_share_one_cluster() -> None:
     assert_complete(run)
 
 
+def test_gateways_know_each_workers_chunk() -> None:
+    half = replace(SETTINGS, long_prefill_token_threshold=64)
+    cluster = Cluster(ClusterSpec((worker(), worker(settings=half)), gateways=2))
+    assert [gateway.router.table.columns.chunk_tokens.tolist() for gateway in cluster.gateways] == [[128, 64]] * 2
+
+
 def test_names_of_pieces_say_what_is_shared() -> None:
     prompts = Prompts(BLOCK)
     first = prompts.of(Job(0.0, 40, 1, pieces=(7, 8, 9)))
@@ -179,9 +184,8 @@ def test_blocks_of_adoptions_that_lose_their_deadlines_come_back() -> None:
     """They were set aside for reads that do not exist here, until nothing could be adopted, or decoded, any more."""
     rng = Random(9)
     jobs = [Job(at, rng.randint(10, 40) * BLOCK, rng.randint(5, 15), deadline_s=3.0) for at in poisson(rng, 64, 640)]
-    routed = RoutingSettings(chunk_tokens=SETTINGS.max_num_batched_tokens)
     pair = (worker(role, slower=10.0) for role in (Role.PREFILL, Role.DECODE))
-    assert any(outcome.timeline.token_times for outcome in simulated(jobs, *pair, routing=routed).outcomes)
+    assert any(outcome.timeline.token_times for outcome in simulated(jobs, *pair).outcomes)
 
 
 def test_refusing_lost_deadlines_keeps_goodput_at_several_times_capacity() -> None:
@@ -193,9 +197,8 @@ def test_refusing_lost_deadlines_keeps_goodput_at_several_times_capacity() -> No
             Job(at, rng.randint(10, 40) * BLOCK, rng.randint(5, 15), deadline_s=3.0)
             for at in poisson(rng, rate, int(10 * rate))
         ]
-        routed = RoutingSettings(chunk_tokens=SETTINGS.max_num_batched_tokens)
         slow = worker(slower=10.0)
-        run = simulated(jobs, slow, slow, refuse_lost_deadlines=judged, routing=routed)
+        run = simulated(jobs, slow, slow, refuse_lost_deadlines=judged)
         ended = [outcome.timeline.reason in (FinishReason.EOS, FinishReason.LENGTH) for outcome in run.outcomes]
         return sum(ended) / 10, sum(outcome.refused == "deadline_lost" for outcome in run.outcomes)
 

@@ -63,6 +63,7 @@ def test_every_policy_has_a_name_in_the_file(tmp_path: Path) -> None:
         ("max_index_entries", 10),
         ("max_index_entries", True),
         ("load_weight", 1.0),
+        ("chunk_tokens", 512),  # workers tell it
     ],
 )
 def test_a_bad_setting_is_named(tmp_path: Path, field: str, value: object) -> None:

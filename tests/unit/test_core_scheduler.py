@@ -75,6 +75,16 @@ def test_decodes_come_first_then_started_prefills_then_new_ones() -> None:
     world.assert_drained()
 
 
+@pytest.mark.parametrize(("threshold", "budget"), [(10, 16), (16, 10), (12, 12)])
+def test_a_worker_without_decodes_takes_the_chunk_that_it_tells(threshold: int, budget: int) -> None:
+    settings = make_settings(max_num_batched_tokens=budget, long_prefill_token_threshold=threshold)
+    world = World(settings)
+    request = world.submit(40)
+    assert rows(planned_and_applied(world)) == [(request.key, 0, settings.chunk_tokens)]
+    world.run()
+    world.assert_drained()
+
+
 def planned_and_applied(world: World) -> StepPlan:
     plan = planned(world)
     world.apply(plan)

@@ -150,6 +150,19 @@ def test_transfer_decides_between_a_pair_and_one_worker() -> None:
     assert terms(slow, pair, "transfer") == {"p0": 520.0}  # the last chunk only
 
 
+def test_the_last_chunk_of_a_hand_off_is_that_of_the_worker_that_prefills() -> None:
+    made = router(replace(FACE_VALUE, default_block_ms=10.0), p0=IDLE, p1=IDLE, d0=IDLE)
+    for name, role, chunk_tokens in (("p0", Role.PREFILL, 100), ("p1", Role.PREFILL, 0), ("d0", Role.DECODE, 200)):
+        made.worker_up(key(name), role, 100_000, BLOCK, chunk_tokens=chunk_tokens)
+    # 1. Blocks of ten tokens; who does not tell has the usual chunk.
+    pair = choose(made, ask(mode=Mode.DISAGGREGATED))
+    assert terms(made, pair, "transfer") == {"p0": 100.0, "p1": 520.0}
+    # 2. The same for the decode worker, which is chosen later, and for a source that is gone by then.
+    for source, transfer_ms in (("p0", 100.0), ("p1", 520.0), ("p9", 520.0)):
+        late = made.choose_decode(ask(), key(source), 0.0)
+        assert late is not None and terms(made, late, "transfer") == {"d0": transfer_ms}
+
+
 def test_decode_decides_late_from_fresh_load() -> None:
     slow = replace(IDLE, decode_rows=50, decode_context=5000, step_costs=costs(context_ms=0.01))
     made = router(replace(FACE_VALUE, interference_weight=0.0), p0=IDLE, d0=IDLE, d1=slow)

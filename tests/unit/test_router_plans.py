@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
-from router.core.cost import prefill_ms
+from router.core.cost import USUAL_CHUNK_TOKENS, prefill_ms
 from router.core.decision import Decision, PlanKind, RouteAsk
 from router.core.explained import candidate_rows
 from router.core.fleet_table import Booking, FleetTable
@@ -253,7 +253,7 @@ def test_undo_restores_table_and_index_exactly() -> None:
 
 def test_a_report_includes_the_bookings_up_to_its_number() -> None:
     rng = random.Random(4)
-    table, pending, reported = FleetTable(512), set[int](), WorkerLoad()
+    table, pending, reported = FleetTable(), set[int](), WorkerLoad()
     slot = table.up(key("c0"), Role.COLOCATED, 1000, 16)
     last = 0
     for _ in range(300):
@@ -296,23 +296,34 @@ def test_a_slot_is_used_again_by_another_generation_that_inherits_nothing() -> N
     assert made.index.entries == 0
 
 
-def test_columns_agree_with_the_cost_table_of_one_worker() -> None:
+@pytest.mark.parametrize(("told", "chunk"), [(0, USUAL_CHUNK_TOKENS), (32, 32), (2048, 2048)])
+def test_columns_agree_with_the_cost_table_of_one_worker_step_by_step(told: int, chunk: int) -> None:
     from headrace.core.step_shape import GENERIC_S, CostTable, StepShape, chunk_pairs
 
-    table, one = FleetTable(512), CostTable(GENERIC_S)
+    # 1. Others, with other chunks, change nothing of it.
+    table, one = FleetTable(), CostTable(GENERIC_S)
     for i, (rows, context) in enumerate(itertools.product((0, 1, 40, 600), (0, 5000))):
         load = replace(ROOMY, decode_rows=rows, decode_context=context * (rows > 0), step_costs=GENERIC_S)
-        table.up(key(f"c{i}"), Role.COLOCATED, 1000, 16)
-        table.report(key(f"c{i}"), load)
+        for name, chunk_tokens in ((f"c{i}", told), (f"other{i}", 100 + i)):
+            table.up(key(name), Role.COLOCATED, 1000, 16, chunk_tokens=chunk_tokens)
+            table.report(key(name), load)
     table.steps.refresh()
-    count = table.num_slots
-    for tokens in (1, 3, 511, 512):
-        for slot in range(count):
-            got, alone = prefill_ms.py_func(table.columns, slot, tokens, 100, 512)
-            rows, context = int(table.rows[slot]), int(table.context[slot])
-            shape = StepShape(rows, context, 1, tokens, chunk_pairs(100, tokens), rows + 1)
-            assert got == pytest.approx(1e3 * one.cost_s(shape), abs=1e-3)
-            idle = StepShape(rows, context, 0, 0, 0, rows)
-            assert alone == pytest.approx(1e3 * one.cost_s(idle), abs=1e-6)
-    for slot in range(count):
-        assert prefill_ms.py_func(table.columns, slot, 2000, 0, 512)[0] > 3 * table.steps.chunk_ms[slot]
+    slots = [slot for slot in range(table.num_slots) if table.key(slot).worker_id.startswith("c")]
+    assert len(slots) == 8 and set(table.columns.chunk_tokens[slots].tolist()) == {chunk}
+    for tokens, slot in itertools.product((1, 3, chunk - 1, chunk, chunk + 1, 3 * chunk + 7), slots):
+        rows, context = int(table.rows[slot]), int(table.context[slot])
+        # 2. A prefill takes whole chunks and a rest; the last one samples.
+        starts = range(100, 100 + tokens, chunk)
+        pieces = [(start, min(chunk, 100 + tokens - start)) for start in starts]
+        shapes = [
+            StepShape(rows, context, 1, piece, chunk_pairs(start, piece), rows + (start == starts[-1]))
+            for start, piece in pieces
+        ]
+        got, alone = prefill_ms.py_func(table.columns, slot, tokens, 100)
+        assert got == pytest.approx(1e3 * sum(map(one.cost_s, shapes)), abs=1e-3 * len(shapes))
+        idle = StepShape(rows, context, 0, 0, 0, rows)
+        assert alone == pytest.approx(1e3 * one.cost_s(idle) * len(shapes), rel=1e-9, abs=1e-6)
+        # 3. Those behind it are told the same of whole chunks.
+        if tokens == chunk:
+            share_ms = table.steps.share_ms(slot, tokens, 100)
+            assert share_ms == pytest.approx(got - table.steps.prompt_ms[slot], abs=1e-3)

@@ -112,6 +112,11 @@ class SchedulerSettings(SchedulingOptions):
     disk_blocks: int = 0
     """Bound of cached blocks on disk; they go there through the host."""
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one request that a step can take, when it has nothing else to compute."""
+        return min(self.long_prefill_token_threshold, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "long_prefill_token_threshold", "block_size", "mlfq_quantum_tokens"):
             if getattr(self, name) < 1:
