@@ -242,17 +242,22 @@ def test_a_doubtful_deadline_is_accepted_as_best_effort() -> None:
                 await w.ask(spec([3] * length, length, ignore_eos=True))
             [other] = await hold(w, 1)
             await until(lambda: w.gateway.router.table.total == 0)
-            # Half a second of decode: nobody is sure of it to the millisecond, whatever the forecast is.
-            request = spec([4] * 30, 50, ignore_eos=True)
-            forecast = foreseen(w, request)
-            assert forecast is not None and forecast.margin_s > 0
-            # No slack at all: whether it ends in time is chance, that it is let in is not, in a lower class.
-            request = replace(request, deadline_s=forecast.total_s, priority=4)
-            doubtful = asyncio.create_task(w.ask(request))
-            await until(lambda: len(seen(w)()) == 2)
-            assert sorted(each.priority for each in seen(w)()) == [0, 5]
-            await asyncio.gather(doubtful, return_exceptions=True)
-            assert w.gateway.gate.decisions["accept", "deadline_doubtful"] == 1
+            # Half a second of decode: nobody is sure of it to the millisecond, whatever the forecast is. With no slack
+            # at all, whether it ends in time is chance; that it is let in is not, in a lower class. A busy machine may
+            # change the forecast between the look and the call, so there are several tries.
+            for _ in range(20):
+                request = spec([4] * 30, 50, ignore_eos=True)
+                forecast = foreseen(w, request)
+                assert forecast is not None and forecast.margin_s > 0
+                request = replace(request, deadline_s=forecast.total_s, priority=4)
+                doubtful = asyncio.create_task(w.ask(request))
+                await until(lambda task=doubtful: task.done() or len(seen(w)()) == 2)
+                priorities = sorted(each.priority for each in seen(w)())
+                await asyncio.gather(doubtful, return_exceptions=True)
+                if len(priorities) == 2:
+                    break
+            assert priorities == [0, 5]
+            assert w.gateway.gate.decisions["accept", "deadline_doubtful"] >= 1
             other.cancel()
             await asyncio.gather(other, return_exceptions=True)
             await w.assert_drained()
