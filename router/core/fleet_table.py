@@ -221,10 +221,6 @@ class FleetTable:
     def num_lanes(self) -> int:
         return len(self._lanes)
 
-    @property
-    def num_places(self) -> int:
-        return len(self._places)
-
     # ---- loads and bookings
 
     def report(self, key: WorkerKey, load: WorkerLoad) -> None:

@@ -135,30 +135,30 @@ class StepColumns:
         self.at_zero[slots] = ends - slopes * (_KNOTS + _WIDTHS)
 
 
+@njit(inline="always")
+def _rows_ms(at_zero, slope, knots, rows):  # type: ignore[no-untyped-def]
+    """Of so many rows; at_zero and slope: [pieces] of one slot."""
+    piece = 0
+    while piece + 1 < len(knots) and knots[piece + 1] <= rows:
+        piece += 1
+    return at_zero[piece] + slope[piece] * rows
+
+
 @njit(cache=True)
 def _derive(slots, rows_of, context_of, chunk_of, costs, at_zero, slope, knots, to):  # type: ignore[no-untyped-def]
     """Fills in `_OWN`, in that order, of some slots. costs: [slots, features] milliseconds."""
     token_ms, step_ms, next_step_ms, context_ms, beside_ms, chunk_ms, pair_ms, prompt_ms = to
     last = len(knots)
     for slot in slots:
-        rows, context, chunk = rows_of[slot], context_of[slot], chunk_of[slot]
+        rows, zero, rise = rows_of[slot], at_zero[slot], slope[slot]
         decode_row, decode_token, prefill_row, pair, sampled_row = costs[slot, last + 1 :]
-        beside = decode_row * rows + decode_token * context
+        beside = decode_row * rows + decode_token * context_of[slot]
         sampled = sampled_row * rows
-        token_ms[slot] = slope[slot, last - 1]
-        step_ms[slot] = 0.0
-        for count in (rows, rows + 1, rows + chunk):
-            piece = 0
-            while piece + 1 < last and knots[piece + 1] <= count:
-                piece += 1
-            rows_ms = at_zero[slot, piece] + slope[slot, piece] * count
-            if count == rows:
-                step_ms[slot] = rows_ms + beside + sampled if rows else 0.0
-            elif count == rows + chunk:
-                chunk_ms[slot] = rows_ms
-            if count == rows + 1:
-                next_step_ms[slot] = rows_ms + beside + decode_row + sampled + sampled_row
+        token_ms[slot] = rise[last - 1]
+        step_ms[slot] = _rows_ms(zero, rise, knots, rows) + beside + sampled if rows else 0.0
+        next_step_ms[slot] = _rows_ms(zero, rise, knots, rows + 1) + beside + decode_row + sampled + sampled_row
         context_ms[slot] = decode_token
         beside_ms[slot] = beside + sampled + prefill_row
+        chunk_ms[slot] = _rows_ms(zero, rise, knots, rows + chunk_of[slot])
         pair_ms[slot] = pair
         prompt_ms[slot] = sampled_row

@@ -1,94 +1,25 @@
-"""Admission from both doors to the workers: a refusal for each reason, fields that arrive, branches that end with a
-parent.
-"""
+"""Admission from both doors to the workers: a refusal for each reason, deadlines, fields that arrive."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from headrace.client import HeadraceClient
 from headrace.core.admission_records import Forecast
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from router.api import GenerationSpec
 from router.core.decision import RouteAsk
-from router.core.flight import FlightState
 from router.fleet_metrics import FleetMetrics
-from router.grpc_api import build_server
-from router.openai_api import build_app
-from tests.world import Answer, World, expected, spec, world
+from tests.both_doors import PROMPT, doors, hold, run, until
+from tests.world import World, expected, spec, world
 from workers.core.request import Request
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
-PROMPT = [5] * 10
-
-
-def run(coroutine: object, timeout_s: float = 60.0) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await coroutine  # type: ignore[misc]
-
-    asyncio.run(bounded())
-
-
-@dataclass
-class Doors:
-    """Both doors of a world's gateway; the gRPC client is synchronous and runs in threads."""
-
-    http: httpx.AsyncClient
-    grpc: HeadraceClient
-
-    async def complete(self, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
-        body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body
-        return await self.http.post("/v1/completions", json=body, headers=headers)
-
-    async def generate(self, **options: object) -> object:
-        options = {"max_tokens": 8, "ignore_eos": True} | options
-        return await asyncio.to_thread(self.grpc.generate, PROMPT, **options)  # type: ignore[arg-type]
-
-
-@asynccontextmanager
-async def doors(w: World) -> AsyncIterator[Doors]:
-    server = build_server(w.gateway, w.gateway.spec)
-    port = server.bind("127.0.0.1:0")
-    await server.start()
-    transport = httpx.ASGITransport(build_app(w.gateway, w.gateway.spec))  # type: ignore[arg-type]
-    client = HeadraceClient(f"127.0.0.1:{port}", timeout_s=20)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Doors(http, client)
-    finally:
-        client.close()
-        await server.stop(0)
-
-
-def holder(label: str = "", first: int = 7) -> GenerationSpec:
-    """40 tokens of prompt and 200 of output that nobody stops, for the tenant that callers without a key are."""
-    return replace(spec([first] * 40, 200, ignore_eos=True), tenant="default", label=label)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-async def hold(w: World, count: int) -> list[asyncio.Task[Answer]]:
-    """One request runs, the others wait at the worker, whose batch has one row. No prompt is cached for another."""
-    tasks = []
-    for number in range(count):
-        tasks.append(asyncio.create_task(w.ask(holder(first=7 + number))))
-        await until(lambda n=number: w.gateway.gate.admission.held.live_requests == n + 1)
-        if number == 0:
-            await until(lambda: w.gateway.gate.admission.held.waiting_requests == 0)
-    return tasks
 
 
 @pytest.mark.parametrize("roles", [(C,), (P, D)], ids=str)
@@ -354,84 +285,3 @@ def short_answer() -> tuple[GenerationSpec, int]:
         if 2 <= (length := len(expected(request))) < 100:
             return request, length
     raise AssertionError("no prompt has a short answer")
-
-
-@pytest.mark.parametrize("how", ["cancel", "disconnect", "deadline"])
-def test_a_cancelled_parent_ends_its_branches_and_theirs(how: str) -> None:
-    async def main() -> None:
-        async with world(P, D, step_s=0.005) as w:
-            long = spec([9] * 20, 900, ignore_eos=True)
-            deadline_s = 0.5 if how == "deadline" else None
-            parent = asyncio.create_task(w.ask(replace(long, label="root", deadline_s=deadline_s)))
-            await until(lambda: w.gateway._live)
-            children = [asyncio.create_task(w.ask(replace(long, label=f"child-{i}", parent="root"))) for i in range(2)]
-            await until(lambda: len(w.gateway._live) == 3)
-            grandchild = asyncio.create_task(w.ask(replace(long, parent="child-0")))
-            stranger = asyncio.create_task(w.ask(replace(long, label="root", tenant="other")))
-            await until(lambda: len(w.gateway._live) == 5)
-            if how == "cancel":
-                assert await w.gateway.cancel("t", "root")
-            elif how == "disconnect":
-                parent.cancel()
-            for branch in (*children, grandchild):
-                with pytest.raises(HeadraceError) as caught:
-                    await branch
-                assert caught.value.code is Code.CANCELLED
-            assert not stranger.done()
-            stranger.cancel()
-            await asyncio.gather(parent, stranger, return_exceptions=True)
-            await w.assert_drained()
-
-    run(main())
-
-
-def test_branches_outlive_a_parent_that_ends_well_and_nobody_joins_one_that_is_over() -> None:
-    async def main() -> None:
-        async with world(C, step_s=0.005) as w, doors(w) as d:
-            parent = asyncio.create_task(w.ask(replace(holder("root"), sampling=spec([1], 20).sampling)))
-            await until(lambda: w.gateway._live)
-            child = asyncio.create_task(d.complete({"x-headrace-parent": "root"}, max_tokens=60))
-            await until(lambda: len(w.gateway._live) == 2)
-            await parent
-            assert (await child).status_code == 200
-            late = await d.complete({"x-headrace-parent": "root"})
-            assert (late.status_code, late.json()["error"]["param"]) == (409, "parent")
-            with pytest.raises(HeadraceError) as caught:
-                await d.generate(parent="root")
-            assert (caught.value.code, caught.value.field) == (Code.FAILED_PRECONDITION, "parent")
-            await w.assert_drained()
-
-    run(main())
-
-
-def test_a_branch_asked_for_at_one_door_ends_with_a_parent_cancelled_at_the_other() -> None:
-    async def main() -> None:
-        async with world(C, step_s=0.005) as w, doors(w) as d:
-            parent = asyncio.create_task(w.ask(holder("root")))
-            await until(lambda: w.gateway._live)
-            child = asyncio.create_task(d.complete({"x-headrace-parent": "root"}, max_tokens=900))
-            await until(lambda: len(w.gateway._live) == 2)
-            assert await asyncio.to_thread(d.grpc.cancel, "root")
-            assert (await child).status_code == 499
-            with pytest.raises(HeadraceError):
-                await parent
-            await w.assert_drained()
-
-    run(main())
-
-
-def test_a_long_line_of_branches_ends_without_deep_recursion() -> None:
-    async def main() -> None:
-        async with world(C, step_s=0.05) as w:
-            line = []
-            for i in range(400):
-                request = spec([9], 50, ignore_eos=True, parent=f"r{i - 1}" if i else "")
-                line.append(asyncio.create_task(w.ask(replace(request, label=f"r{i}"))))
-                await asyncio.sleep(0)
-            assert len(w.gateway._live) == 400
-            await w.gateway.cancel("t", "r0")
-            assert all(branch.flight.state is FlightState.ENDED for branch in w.gateway._live.values())
-            await asyncio.gather(*line, return_exceptions=True)
-            await w.assert_drained()
-
-    run(main())

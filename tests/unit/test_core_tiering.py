@@ -2,6 +2,8 @@
 
 Copies and files are made by hand and late on purpose: a copy reads the device when it ends, so one that was accepted
 although its block was reused meanwhile would be read, and noticed.
+
+Over 400 lines: all of it plays on the one world at the top.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The gRPC door on a real socket, with the project's client, raw stubs, health and reflection."""
+"""The gRPC door on a real socket, with the project's client, raw stubs, health and reflection.
+
+Over 400 lines: one door is one suite, on one server.
+"""
 
 from __future__ import annotations
 

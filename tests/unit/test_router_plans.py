@@ -117,6 +117,36 @@ def test_both_pools_serve_whole_requests_where_the_other_is_crowded() -> None:
     assert decision is not None and decision.whole and decision.worker == key("p0")
 
 
+def test_a_choice_is_that_of_a_router_that_was_told_all_of_it_at_once() -> None:
+    """Whatever workers have done between the choices: come, gone, come back as another role, closed, opened, shrunk."""
+    rng = random.Random(9)
+    made = Router(lambda: 0.0)
+    told: dict[str, tuple[Role, int, str, WorkerLoad]] = {}
+    for at in range(400):
+        name = f"w{rng.randrange(5)}"
+        if name in told and rng.random() < 0.2:
+            del told[name]
+            made.worker_down(key(name))
+        else:
+            role, capacity, lane, load = told.get(name, (Role.COLOCATED, 0, "", ROOMY))
+            if name not in told or rng.random() < 0.4:
+                role, lane = rng.choice(list(Role)), rng.choice(("tcp", "tcp", "ucx"))
+                capacity = rng.choice((512, 2_000, 100_000))
+                made.worker_up(key(name), role, capacity, 16, lane=lane)
+            load = replace(load, closed=rng.choice(("", "", "memory")), queue_s=rng.random(), submit_seq=at)
+            told[name] = role, capacity, lane, load
+            made.report(key(name), load)
+        fresh = Router(lambda: 0.0)
+        for each, (role, capacity, lane, load) in told.items():
+            fresh.worker_up(key(each), role, capacity, 16, lane=lane)
+            fresh.report(key(each), load)
+        what = ask(mode=rng.choice(list(Mode)))
+        ours, theirs = made.choose(what, 0.0), fresh.choose(what, 0.0)
+        assert (ours and (ours.worker, ours.kind, ours.reason)) == (
+            theirs and (theirs.worker, theirs.kind, theirs.reason)
+        )
+
+
 def test_excluded_workers_are_never_taken_and_avoided_or_closed_ones_only_alone() -> None:
     for policy in Policy:
         made = router("c0", "c1", "c2", policy=policy)
@@ -319,7 +349,7 @@ def test_columns_agree_with_the_cost_table_of_one_worker_step_by_step(told: int,
             StepShape(rows, context, 1, piece, chunk_pairs(start, piece), rows + (start == starts[-1]))
             for start, piece in pieces
         ]
-        got, alone = prefill_ms.py_func(table.columns, slot, tokens, 100)
+        got, alone = prefill_ms(table.columns, slot, tokens, 100)
         assert got == pytest.approx(1e3 * sum(map(one.cost_s, shapes)), abs=1e-3 * len(shapes))
         idle = StepShape(rows, context, 0, 0, 0, rows)
         assert alone == pytest.approx(1e3 * one.cost_s(idle) * len(shapes), rel=1e-9, abs=1e-6)
