@@ -25,7 +25,7 @@ from router.main import GatewayProcess
 from router.metrics import DoorMetrics
 from router.openai_api import build_app
 from router.spec import GatewaySpec
-from tests.integration.test_admission import Doors, doors, hold, holder, run, seen, until
+from tests.both_doors import Doors, doors, hold, holder, run, seen, until
 from tests.model_fixtures import tiny_model
 from tests.world import World, spec, world
 

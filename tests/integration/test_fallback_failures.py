@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Send
 
 from router import fallback
-from tests.integration.test_admission import Doors, run
+from tests.both_doors import Doors, run
 from tests.integration.test_fallback import Stub, busy, chat, hangs, refused_with, says, served
 
 
