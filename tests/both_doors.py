@@ -14,6 +14,7 @@ from router.api import GenerationSpec
 from router.grpc_api import build_server
 from router.openai_api import build_app
 from tests.world import Answer, World, spec
+from workers.core.request import Request
 
 PROMPT = [5] * 10
 
@@ -77,3 +78,8 @@ async def hold(w: World, count: int) -> list[asyncio.Task[Answer]]:
         if number == 0:
             await until(lambda: w.gateway.gate.admission.held.waiting_requests == 0)
     return tasks
+
+
+def seen(w: World) -> Callable[[], list[Request]]:
+    hub = w.workers["colocated-0"].hub
+    return lambda: [entry.request for entry in hub._entries.values()]

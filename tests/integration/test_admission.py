@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,9 +14,8 @@ from headrace.errors import Code, HeadraceError
 from router.api import GenerationSpec
 from router.core.decision import RouteAsk
 from router.fleet_metrics import FleetMetrics
-from tests.both_doors import PROMPT, doors, hold, run, until
+from tests.both_doors import PROMPT, doors, hold, run, seen, until
 from tests.world import World, expected, spec, world
-from workers.core.request import Request
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 
@@ -250,11 +248,6 @@ def test_every_field_of_a_call_arrives_at_the_worker(door: str) -> None:
             await w.assert_drained()
 
     run(main())
-
-
-def seen(w: World) -> Callable[[], list[Request]]:
-    hub = w.workers["colocated-0"].hub
-    return lambda: [entry.request for entry in hub._entries.values()]
 
 
 def test_the_prediction_learns_from_what_ended_and_travels() -> None:
