@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from headrace.v1 import worker_pb2 as pb
-from headrace.v1.worker_pb2_grpc import WorkerStub
 from kvtransfer.core.handoff import (
     AbandonPull,
     Activate,
@@ -28,22 +27,36 @@ from kvtransfer.core.handoff import (
 )
 from kvtransfer.core.handoff import Pull as StartPull
 from kvtransfer.core.lease import HandOffRecord
-from kvtransfer.stream import GONE, TOKEN_KEY, Outbox, Over, pump
-from kvtransfer.transports.base import Peer, Pull, PullStats, TransferError, peer_name
+from kvtransfer.digests import changed_blocks
+from kvtransfer.pairing import UNPAIRED, PairedLane, Pairing, PairingError, PairingFault
+from kvtransfer.stream import GONE, Outbox, Over, pump
+from kvtransfer.transports.base import Pull, PullStats, TransferError, TransferFault
 from kvtransfer.wire import join_hashes, record_from_proto
 
 if TYPE_CHECKING:
     from kvtransfer.reader import HolderLink, LeaseReader
+
+log = logging.getLogger("headrace.kvtransfer.adoption")
+
+FENCE_S = 1.0
+"""How long a failed read has to become terminal before it counts as one that may write for ever, and is not made
+again."""
 
 
 @dataclass(slots=True)
 class HandoffStats:
     """What one hand-off moved. Seconds; `transfer_s` sums the reads, overlapped with the prefill or not."""
 
+    lane: str = ""
+    """The one that was used last."""
     bytes_moved: int = 0
     transfer_s: float = 0.0
     stalls: int = 0
     num_reads: int = 0
+    retries: int = 0
+    failures: int = 0
+    """Reads that failed and were not made again."""
+    corrupt_blocks: int = 0
     hand_off_s: float = 0.0
     """From the hand-off record's arrival to activation: what the client waits for."""
 
@@ -88,9 +101,9 @@ class Adoption:
         self._request_id, self._attempt, self._address = request_id, attempt, source
         self._sink = sink
         self._hashes = join_hashes(hashes)
-        self._handoff = Handoff(reader.block_size, is_fetch=bool(hashes))
+        self._handoff = Handoff(reader.block_size, is_fetch=bool(hashes), max_retries=reader.max_retries)
         self._outbox: Outbox[pb.LeaseRequest] = Outbox()
-        self._peer: Peer | None = None
+        self._pairing: Pairing | None = None
         self._pulls: dict[int, Pull] = {}
         self._stats = HandoffStats()
         self._record_at = 0.0
@@ -116,27 +129,51 @@ class Adoption:
     async def _run(self) -> None:
         reader, handoff = self._reader, self._handoff
         source = await reader.enter(self._address)
-        call: Any = WorkerStub(source.channel).Lease(metadata=((TOKEN_KEY, reader.token),))
-        self._outbox.put(pb.LeaseRequest(open=self._open_message()))
         try:
+            try:
+                self._pairing = await source.pair()
+            except PairingError as error:
+                self._do(self._unpaired(error))
+                return
+            self._stats.lane = self._pairing.lanes[0].name
+            if not handoff.ended:
+                await self._talk(source, self._pairing)
+        finally:
+            self._do(handoff.broken("stream"))
+            await reader.leave(source)
+            reader.account(self._address.worker_id).add(self._stats)
+            reader.forget(self)
+
+    def _unpaired(self, error: PairingError) -> list[HandoffAction]:
+        match error.fault:
+            case PairingFault.REFUSED:
+                return self._handoff.refused(str(error))
+            case PairingFault.NO_LANE:
+                return self._handoff.unreachable(str(error))
+            case PairingFault.BROKEN:
+                return self._handoff.broken(str(error))
+
+    async def _talk(self, source: HolderLink, pairing: Pairing) -> None:
+        reader, handoff = self._reader, self._handoff
+        call: Any = source.stub.Lease()
+        try:
+            self._outbox.put(pb.LeaseRequest(open=self._open_message(pairing)))
             beat = pb.LeaseRequest(heartbeat=pb.Heartbeat())
-            hear = partial(self._hear, source)
-            match await pump(call.read, call.write, hear, self._outbox, beat, reader.liveness_s):
+            match await pump(call.read, call.write, self._hear, self._outbox, beat, reader.liveness_s):
                 case Over.SAID:
                     await self._say_goodbye(call)
                 case Over.SILENT:
                     self._do(handoff.broken("silence"))
                 case Over.GONE:
-                    self._do(await self._verdict(call))
+                    self._do(await self._verdict(source, call))
         finally:
-            self._do(handoff.broken("stream"))
             call.cancel()
-            await reader.leave(source)
-            reader.forget(self)
 
-    async def _verdict(self, call: Any) -> list[HandoffAction]:
+    async def _verdict(self, source: HolderLink, call: Any) -> list[HandoffAction]:
         """What the call's status means; the call is over."""
         code, details = await call.code(), await call.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED and details == UNPAIRED:
+            source.unpair()
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
             return self._handoff.refused(details)
         return self._handoff.broken(code.name)
@@ -151,24 +188,24 @@ class Adoption:
         except (TimeoutError, *GONE):
             pass
 
-    def _open_message(self) -> pb.LeaseOpen:
+    def _open_message(self, pairing: Pairing) -> pb.LeaseOpen:
         return pb.LeaseOpen(
             request_id=self._request_id,
             attempt=self._attempt,
             reader=self._reader.me,
             holder_incarnation=self._address.incarnation,
-            fingerprint=self._reader.fingerprint,
-            lane=self._reader.transport.name,
+            proof=pairing.lease_proof(self._request_id, self._attempt, self._hashes),
             block_hashes=self._hashes,
         )
 
-    async def _hear(self, source: HolderLink, message: pb.LeaseResponse) -> None:
+    async def _hear(self, message: pb.LeaseResponse) -> None:
         handoff = self._handoff
         match message.WhichOneof("kind"):
             case "opened":
-                await self._connect(source, message.opened)
+                self._do(handoff.opened(message.opened.lease_id))
             case "announce":
-                self._do(handoff.announced(message.announce.first_block, list(message.announce.blocks)))
+                told = message.announce
+                self._do(handoff.announced(told.first_block, list(told.blocks), list(told.digests)))
             case "hand_off":
                 self._record_at = self._reader.loop.time()
                 self._do(handoff.handed_off(record_from_proto(message.hand_off)))
@@ -176,16 +213,6 @@ class Adoption:
                 self._do(handoff.held())
             case "revoked":
                 self._do(handoff.revoked(message.revoked.reason))
-
-    async def _connect(self, source: HolderLink, opened: pb.LeaseOpened) -> None:
-        name = peer_name(self._address.worker_id, self._address.incarnation)
-        try:
-            async with asyncio.timeout(self._reader.liveness_s):
-                source.peer = self._peer = await self._reader.transport.connect(name, opened.transport)
-        except (TransferError, TimeoutError) as error:
-            self._do(self._handoff.unreachable(str(error) or "timeout"))
-        else:
-            self._do(self._handoff.opened(opened.lease_id))
 
     # --- actions
 
@@ -198,7 +225,8 @@ class Adoption:
                 case StartPull():
                     self._pull(action)
                 case AbandonPull(action_id):
-                    self._pulls[action_id].cancel()
+                    if (pull := self._pulls.get(action_id)) is not None:
+                        pull.cancel()
                 case SendPulled(num_blocks):
                     self._outbox.put(pb.LeaseRequest(pulled=pb.LeasePulled(num_blocks=num_blocks)))
                 case SendVerify(lease_id):
@@ -219,23 +247,57 @@ class Adoption:
                     self._sink.quarantine_over()
 
     def _pull(self, action: StartPull) -> None:
-        assert self._peer is not None
-        pull = self._reader.transport.pull(self._peer, action.remote_blocks, action.local_blocks)
+        assert self._pairing is not None
+        lane = self._pairing.lanes[0]
+        pull = lane.transport.pull(lane.peer, action.remote_blocks, action.local_blocks)
         self._pulls[action.action_id] = pull
         self._reader.track(pull)
+        self._stats.lane = lane.name
+        self._stats.retries += action.retry > 0
 
         def done(future: asyncio.Future[PullStats]) -> None:
             error = future.exception()
             if error is None:
                 self._stats.add(future.result())
-                self._do(self._handoff.pull_done(action.action_id))
+                self._arrived(action)
             elif isinstance(error, TransferError):
-                self._do(self._handoff.pull_failed(action.action_id, error.kind, pull.terminal.done()))
+                self._reader.spawn(self._failed(action, lane, error, pull))
             else:
                 raise error
 
         pull.done.add_done_callback(done)
         pull.terminal.add_done_callback(lambda _: self._terminal(action.action_id))
+
+    def _arrived(self, action: StartPull) -> None:
+        """The bytes are here: are they the holder's?"""
+        lanes = self._reader.lanes
+        changed = (
+            changed_blocks(lanes.memory, action.local_blocks, lanes.block_bytes, action.digests)
+            if action.digests and not self._handoff.ended
+            else []
+        )
+        if not changed:
+            self._do(self._handoff.pull_done(action.action_id))
+            return
+        self._stats.corrupt_blocks += len(changed)
+        log.error("corrupt_blocks request=%s holder=%s blocks=%d", self._request_id, self._who, len(changed))
+        self._do(self._handoff.pull_failed(action.action_id, TransferFault.CORRUPT, True))
+
+    async def _failed(self, action: StartPull, lane: PairedLane, error: TransferError, pull: Pull) -> None:
+        """Tells the machine, once it is known whether the read may still write."""
+        assert self._pairing is not None
+        if error.kind is not TransferFault.CANCELLED:
+            log.warning("read_failed request=%s holder=%s lane=%s %s", self._request_id, self._who, lane.name, error)
+            self._pairing.demote(lane)
+            await asyncio.wait([pull.terminal], timeout=FENCE_S)
+        actions = self._handoff.pull_failed(action.action_id, error.kind, pull.terminal.done())
+        is_over = not any(isinstance(each, StartPull) for each in actions)
+        self._stats.failures += error.kind is not TransferFault.CANCELLED and is_over
+        self._do(actions)
+
+    @property
+    def _who(self) -> str:
+        return self._address.worker_id
 
     def _terminal(self, action_id: int) -> None:
         del self._pulls[action_id]

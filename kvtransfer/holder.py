@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,8 +23,9 @@ from kvtransfer.core.lease import (
     SendHeld,
     SendRevoked,
 )
-from kvtransfer.stream import GONE, TOKEN_KEY, Outbox, pump
-from kvtransfer.transports.base import Transport
+from kvtransfer.digests import block_digests
+from kvtransfer.pairing import UNPAIRED, PairServer
+from kvtransfer.stream import GONE, Outbox, pump
 from kvtransfer.wire import record_to_proto, split_hashes
 
 
@@ -72,19 +72,17 @@ class LeaseHolder:
     def __init__(
         self,
         source: LeaseSource,
-        transport: Transport,
+        pairs: PairServer,
         *,
-        incarnation: str,
-        fingerprint: str,
-        token: str,
+        checksums: bool = True,
         liveness_s: float = 8.0,
         ids: IdFactory = random_ids,
     ) -> None:
+        """`pairs` knows who may open leases. `checksums`: tell digests of the announced blocks."""
+        self.pairs = pairs
         self._source = source
-        self._transport = transport
-        self._incarnation = Incarnation(incarnation)
-        self._fingerprint = fingerprint
-        self._token = token
+        self._incarnation = Incarnation(pairs.incarnation)
+        self._checksums = checksums
         self._liveness_s = liveness_s
         self._ids = ids
         self._loop = asyncio.get_running_loop()
@@ -129,12 +127,11 @@ class LeaseHolder:
 
     async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The body of the servicer's `Lease` method. Returns, or aborts the call, when the lease is over."""
-        metadata = {key: value for key, value in context.invocation_metadata() or ()}
-        if not hmac.compare_digest(str(metadata.get(TOKEN_KEY, "")).encode(), self._token.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated")
         served = self._open(await self._first_message(context))
         if isinstance(served, Rejected):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, served.reason)
+            unpaired = served.reason == UNPAIRED
+            code = grpc.StatusCode.UNAUTHENTICATED if unpaired else grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(code, served.reason)
             return
         lease = served.lease
         try:
@@ -163,13 +160,10 @@ class LeaseHolder:
     def _open(self, request: pb.LeaseOpen | None) -> _Served | Rejected:
         if request is None:
             return Rejected("protocol")
-        for reason, matches in (
-            ("stale_incarnation", request.holder_incarnation == self._incarnation),
-            ("fingerprint_mismatch", request.fingerprint == self._fingerprint),
-            ("lane_mismatch", request.lane == self._transport.name),
-        ):
-            if not matches:
-                return Rejected(reason)
+        if request.holder_incarnation != self._incarnation:
+            return Rejected("stale_incarnation")
+        if not self.pairs.signed(request):
+            return Rejected(UNPAIRED)
         if request.block_hashes:
             hashes = split_hashes(request.block_hashes)
             if hashes is None:
@@ -183,8 +177,7 @@ class LeaseHolder:
         if not self._table.open(lease):
             return Rejected("leased_already")
         served = self._served[grant.key] = _Served(lease)
-        opened = pb.LeaseOpened(lease_id=lease.lease_id, transport=self._transport.descriptor())
-        served.outbox.put(pb.LeaseResponse(opened=opened))
+        served.outbox.put(pb.LeaseResponse(opened=pb.LeaseOpened(lease_id=lease.lease_id)))
         self._do(served, lease.computed(grant.blocks))
         if grant.record is not None:
             self._do(served, lease.handed_off(grant.record))
@@ -206,7 +199,9 @@ class LeaseHolder:
         for action in actions:
             match action:
                 case Announce(first, blocks):
-                    announce = pb.LeaseAnnounce(first_block=first, blocks=blocks)
+                    lanes = self.pairs.lanes
+                    digests = block_digests(lanes.memory, blocks, lanes.block_bytes) if self._checksums else ()
+                    announce = pb.LeaseAnnounce(first_block=first, blocks=blocks, digests=digests)
                     served.outbox.put(pb.LeaseResponse(announce=announce))
                 case SendHandOff(record):
                     served.outbox.put(pb.LeaseResponse(hand_off=record_to_proto(record)))

@@ -1,18 +1,21 @@
-"""The reader's shell: adopts requests and fetches prefixes from other workers; keeps one channel and one connected pool
-for each holder.
+"""The reader's shell: adopts requests and fetches prefixes from other workers; keeps one channel and one pairing for
+each holder, and accounts of what came from whom.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from headrace.v1 import worker_pb2 as pb
-from kvtransfer.adoption import Adoption, HandoffSink
-from kvtransfer.transports.base import Peer, Pull, Transport
+from headrace.v1.worker_pb2_grpc import WorkerStub
+from kvtransfer.adoption import Adoption, HandoffSink, HandoffStats
+from kvtransfer.pairing import PairClient, Pairing, PairingError, PairingFault
+from kvtransfer.transports.base import Pull
 
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -20,16 +23,82 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 """A restarted worker may come back on the same port: its channel shares no back-off with the old one's."""
+MAX_ACCOUNTS = 256
+"""Holders of which an account is kept; names come from outside, and each is a time series in somebody's metrics."""
 
 
-@dataclass(slots=True, eq=False)
+def open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+@dataclass(slots=True)
+class PairAccount:
+    """What one worker has read from another, over the holder's incarnations; see the protocol's PairStatus."""
+
+    lane: str = ""
+    lane_gbps: float = 0.0
+    bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    reads: int = 0
+    stalls: int = 0
+    retries: int = 0
+    failures: int = 0
+    corrupt_blocks: int = 0
+
+    def add(self, stats: HandoffStats) -> None:
+        self.bytes += stats.bytes_moved
+        self.transfer_s += stats.transfer_s
+        self.exposed_s += stats.hand_off_s
+        self.reads += stats.num_reads
+        self.stalls += stats.stalls
+        self.retries += stats.retries
+        self.failures += stats.failures
+        self.corrupt_blocks += stats.corrupt_blocks
+
+
 class HolderLink:
-    """A holder's process: its channel, and its pool once connected."""
+    """A holder's process: its channel, and how it is read from once somebody has asked."""
 
-    address: pb.PeerAddress
-    channel: grpc.aio.Channel
-    users: int = 0
-    peer: Peer | None = None
+    def __init__(self, address: pb.PeerAddress, channel: grpc.aio.Channel, client: PairClient) -> None:
+        self.address = address
+        self.channel = channel
+        self.users = 0
+        self.stub = WorkerStub(channel)
+        self._client = client
+        self._pairing: asyncio.Task[Pairing] | None = None
+
+    @property
+    def paired(self) -> Pairing | None:
+        task = self._pairing
+        return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
+
+    async def pair(self) -> Pairing:
+        """The pairing, made once for all who ask. Raises PairingError; the next call tries again, unless refused."""
+        task = self._pairing
+        if task is None:
+            task = self._pairing = asyncio.create_task(self._client.pair(self.stub, self.address))
+            task.add_done_callback(self._failed)
+        return await asyncio.shield(task)
+
+    def unpair(self) -> None:
+        """The holder does not know this reader any more."""
+        self._pairing = None
+
+    async def close(self) -> None:
+        if self._pairing is not None:
+            self._pairing.cancel()
+            await asyncio.gather(self._pairing, return_exceptions=True)
+        await self.channel.close()
+        if (pairing := self.paired) is not None:
+            for lane in pairing.lanes:
+                await lane.transport.disconnect(lane.peer)
+
+    def _failed(self, task: asyncio.Task[Pairing]) -> None:
+        error = None if task.cancelled() else task.exception()
+        refused = isinstance(error, PairingError) and error.fault is PairingFault.REFUSED
+        if self._pairing is task and not refused and self.paired is None:
+            self._pairing = None
 
 
 class LeaseReader:
@@ -37,24 +106,27 @@ class LeaseReader:
 
     def __init__(
         self,
-        transport: Transport,
+        client: PairClient,
         *,
-        me: pb.PeerAddress,
         block_size: int,
-        fingerprint: str,
-        token: str,
         liveness_s: float = 8.0,
+        max_retries: int = 1,
+        channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
-        self.transport = transport
-        self.me = me
+        """`max_retries`: reads of one hand-off that are made again after they failed. `channel`: to an address."""
+        self.client = client
+        self.me = client.me
+        self.lanes = client.lanes
         self.block_size = block_size
-        self.fingerprint = fingerprint
-        self.token = token
         self.liveness_s = liveness_s
+        self.max_retries = max_retries
         self.loop = asyncio.get_running_loop()
+        self.accounts: dict[str, PairAccount] = {}
+        self._channel = channel
         self._sources: dict[str, HolderLink] = {}
         self._live: set[Adoption] = set()
         self._reads: set[Pull] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def handoffs(self) -> int:
@@ -90,14 +162,50 @@ class LeaseReader:
         fetch.reserved(local_blocks, 0)
         return fetch
 
+    def meet(self, holder: pb.PeerAddress, told: Callable[[pb.Paired], None]) -> None:
+        """Pairs with a worker that may be read from later, and tells how it went."""
+        self.spawn(self._meet(holder, told))
+
+    async def _meet(self, holder: pb.PeerAddress, told: Callable[[pb.Paired], None]) -> None:
+        said = pb.Paired(holder_id=holder.worker_id, holder_incarnation=holder.incarnation)
+        source = await self.enter(holder)
+        try:
+            pairing = await source.pair()
+        except PairingError as error:
+            said.note = str(error)
+        else:
+            said.lane, said.note = pairing.lanes[0].name, pairing.note
+            for lane in pairing.lanes:
+                said.lane_gbps[lane.name] = lane.gbps
+            account = self.account(holder.worker_id)
+            account.lane, account.lane_gbps = pairing.lanes[0].name, pairing.lanes[0].gbps
+        finally:
+            await self.leave(source)
+        told(said)
+
     async def close(self) -> None:
-        """Cancels all adoptions and closes all streams and channels. The transport stays open."""
+        """Cancels all adoptions and closes all streams and channels. The lanes stay open."""
         for adoption in list(self._live):
             adoption.cancel_now()
-        await asyncio.gather(*(a.stream for a in list(self._live) if a.stream is not None), return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(
+            *self._tasks,
+            *(a.stream for a in list(self._live) if a.stream is not None),
+            return_exceptions=True,
+        )
         for source in list(self._sources.values()):
-            await source.channel.close()
+            await source.close()
         self._sources.clear()
+
+    def account(self, worker_id: str) -> PairAccount:
+        """Of that holder; of a new one only while there is room, else one that is shown to nobody."""
+        known = self.accounts.get(worker_id)
+        if known is None:
+            known = PairAccount()
+            if len(self.accounts) < MAX_ACCOUNTS:
+                self.accounts[worker_id] = known
+        return known
 
     # --- for its adoptions
 
@@ -107,8 +215,8 @@ class LeaseReader:
         if known is not None and known.address == address:
             known.users += 1
             return known
-        channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
-        fresh = self._sources[address.worker_id] = HolderLink(address, channel, users=1)
+        fresh = self._sources[address.worker_id] = HolderLink(address, self._channel(address.address), self.client)
+        fresh.users = 1
         if known is not None:
             await self._retire(known)
         return fresh
@@ -119,9 +227,19 @@ class LeaseReader:
 
     async def _retire(self, source: HolderLink) -> None:
         if source.users == 0 and self._sources.get(source.address.worker_id) is not source:
-            await source.channel.close()
-            if source.peer is not None:
-                await self.transport.disconnect(source.peer)
+            await source.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work beside the streams; cancelled by `close`."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A fault of this program's own reaches the loop's exception handler at once."""
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()
 
     def track(self, pull: Pull) -> None:
         self._reads.add(pull)

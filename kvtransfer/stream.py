@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 TOKEN_KEY = "x-headrace-cluster"
-"""Metadata key of the cluster token."""
+"""Metadata key of the cluster token, in what a gateway calls."""
 GONE = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """What grpc.aio raises when a stream is over."""
 _TICKS = 8

@@ -8,12 +8,16 @@ import logging
 from headrace.core.records import CacheChange, Role, WorkerLoad
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.pairing import mismatch
 from router.core.placement import WorkerKey
 from router.core.router import Router
 from router.session import SessionSink, WorkerSession
 from router.spec import GatewaySpec
 
 log = logging.getLogger("headrace.router.fleet")
+
+MAX_MET = 64
+"""Holders that a worker pairs with before it is asked to read from them."""
 
 
 class Fleet:
@@ -60,18 +64,23 @@ class Fleet:
     def pair(self) -> None:
         """Judges anew who may exchange KV: workers unlike the first connected one stay connected and unused.
 
-        The router knows those that are used.
+        The router knows those that are used; they are told of each other, and measure their lanes before a request
+        needs one.
         """
-        first: str | None = None
+        first: pb.WorkerHello | None = None
         for session in self.sessions:
             if not session.connected or session.hello is None:
                 continue
-            first = first or session.hello.fingerprint
-            refused = session.hello.fingerprint != first
-            if refused and not session.refused:
-                log.error("worker_refused worker=%s reason=fingerprint", session.key.worker_id)
-            session.refused = refused
-            if refused:
+            first = first or session.hello
+            refusal = ""
+            if session.hello.fingerprint != first.fingerprint:
+                refusal = mismatch(dict(first.card), dict(session.hello.card)) or "fingerprint"
+            if refusal and not session.refused:
+                log.error(
+                    "worker_refused worker=%s unlike=%s reason=%s", session.key.worker_id, first.worker_id, refusal
+                )
+            session.refused = refusal
+            if refusal:
                 self._router.worker_down(session.key)
                 continue
             hello = session.hello
@@ -85,6 +94,28 @@ class Fleet:
                 session.address,
                 hello.chunk_tokens,
             )
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tells workers whom they may be asked to read from; of many only some, the others pair when they must."""
+        usable = [session for session in self.sessions if session.usable]
+        for reader in usable:
+            holders = [
+                pb.PeerAddress(worker_id=s.key.worker_id, incarnation=s.key.incarnation, address=s.address)
+                for s in usable
+                if s is not reader and s.key not in reader.met
+            ][: MAX_MET - len(reader.met)]
+            if holders and reader.send(pb.SessionRequest(peers=pb.Peers(holders=holders))):
+                reader.met |= {WorkerKey(holder.worker_id, holder.incarnation) for holder in holders}
+
+    def paired(self, session: WorkerSession, told: pb.Paired) -> None:
+        """How a worker reads from another one. Without a lane the router asks for no transfer between the two."""
+        holder = WorkerKey(told.holder_id, told.holder_incarnation)
+        measured = ", ".join(f"{lane} {gbps:.2f} GB/s" for lane, gbps in told.lane_gbps.items())
+        level = logging.WARNING if told.note else logging.INFO
+        words = "pair reader=%s holder=%s lane=%s measured=%s note=%s"
+        log.log(level, words, session.key.worker_id, told.holder_id, told.lane or "none", measured, told.note)
+        self._router.paired(session.key, holder, bool(told.lane))
 
     def send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:
         """False when the worker's session is down, full, or another process's by now."""

@@ -392,6 +392,9 @@ class Gateway:
         if kind == "cache":
             self.fleet.cache_changed(session, frames.cache_change(frame.cache))
             return
+        if kind == "paired":
+            self.fleet.paired(session, frame.paired)
+            return
         if kind not in ("started", "prefilled", "paused", "done", "failed"):
             return
         message = getattr(frame, kind)

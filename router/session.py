@@ -56,7 +56,10 @@ class WorkerSession:
         self.key = key
         self.address = address
         self.connected = False
-        self.refused = False
+        self.refused = ""
+        """Why this worker is connected and not used; or ""."""
+        self.met: set[WorkerKey] = set()
+        """Whom it was told to pair with, over this connection."""
         self.resyncing = False
         """A snapshot of the worker's cache was asked for."""
         self.hello: pb.WorkerHello | None = None
@@ -167,6 +170,7 @@ class WorkerSession:
             if frame.hello.incarnation != self.key.incarnation or frame.hello.role not in ROLES:
                 raise TimeoutError
             self.hello = frame.hello
+            self.met.clear()
             self.connected = True
             self.resyncing = False
             self._sink.session_up(self, frame.hello)

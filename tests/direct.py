@@ -21,9 +21,10 @@ from headrace.core.records import Role
 from headrace.sampling import SamplingParams
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
+from kvtransfer.probe import ProbeArea, fill_pattern
 from kvtransfer.service import TOKEN_KEY
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.select import Lane
+from kvtransfer.transports.select import Lanes
 from tests.doors_fixtures import EOS
 from workers.main import Worker
 from workers.runner.fake import FakeRunner, fake_next_token
@@ -211,7 +212,7 @@ class Workers:
         return address_of(self.ready[name], **changes)
 
     def lane(self, name: str) -> Any:
-        return self.all[name]._lane.transport
+        return self.all[name]._lanes.first
 
     def counters(self, name: str) -> dict[str, float]:
         return dict(self.all[name].service.status(audit=False).counters)
@@ -219,12 +220,21 @@ class Workers:
     async def kill(self, name: str) -> None:
         """The process is gone: sockets closed, nothing said."""
         worker = self.all.pop(name)
-        lane = worker._lane.transport
+        lane = worker._lanes.first
         if hasattr(lane, "die"):
             lane.die()
         await worker._server.stop(grace=None)
         await self.sessions.pop(name).close()
         await worker.stop()
+
+    async def pair(self) -> None:
+        """All with all, as a gateway has them do."""
+        told: list[pb.Paired] = []
+        for name, worker in self.all.items():
+            for other in self.all.keys() - {name}:
+                worker.hub.reader.meet(self.address(other), told.append)
+        await until(lambda: len(told) == len(self.all) * (len(self.all) - 1))
+        assert all(paired.lane for paired in told), told
 
     async def assert_drained(self, settle_s: float = 5.0) -> None:
         end = asyncio.get_running_loop().time() + settle_s
@@ -246,17 +256,19 @@ async def workers(
 ) -> AsyncIterator[Workers]:
     """`names`: `ROLE-NUMBER`. `make_lane`: a transport from its peer id, instead of one that `options` name."""
 
-    async def lane(name: str, memory: Any, block_bytes: int, *, peer_id: str, **_: object) -> Lane:
+    async def start(name: str, memory: Any, block_bytes: int, area: ProbeArea, *, peer_id: str, **_: object) -> Lanes:
         assert make_lane is not None
         transport = make_lane(peer_id)
         await transport.start(memory, block_bytes)
-        return Lane(transport, 0.0)
+        fill_pattern(memory, area, block_bytes, peer_id)
+        return Lanes(memory, block_bytes, area, {transport.name: transport}, {transport.name: 0.0})
 
     running = Workers()
     try:
-        with patch("workers.main.make_transport", lane) if make_lane is not None else nullcontext():
+        with patch("workers.main.start_lanes", start) if make_lane is not None else nullcontext():
             for name in names:
                 await running.start(name, Role(name.partition("-")[0]), num_blocks, step_s, **options)
+        await running.pair()
         yield running
     finally:
         for session in running.sessions.values():

@@ -98,7 +98,7 @@ class Fetcher:
         ledger = request.ledger
         ledger.bytes_moved += stats.bytes_moved
         ledger.transfer_s += stats.transfer_s
-        ledger.lane = self._reader.transport.name
+        ledger.lane = stats.lane
         self._count(
             fetches=1,
             fetched_blocks=num_blocks,

@@ -127,6 +127,11 @@ class Hub(ToolWaits):
         if entry is not None:
             self._cancel(entry, FinishReason.STOP if reason == "stop" else FinishReason.CANCELLED)
 
+    def meet(self, session: GatewaySession, holders: Sequence[pb.PeerAddress]) -> None:
+        """Pairs with workers that requests may send this one to, and tells how that went."""
+        for holder in holders:
+            self.reader.meet(holder, lambda paired: session.put(pb.SessionResponse(paired=paired)))
+
     def cache_changes(self, epoch: int, seq: int) -> CacheChange | None:
         """What has changed in the cache since that position; None: nothing."""
         with self.engine.lock:
@@ -303,7 +308,7 @@ class Hub(ToolWaits):
         ledger.hand_off_s = stats.hand_off_s
         ledger.bytes_moved = stats.bytes_moved
         ledger.transfer_s = stats.transfer_s
-        ledger.lane = self.reader.transport.name
+        ledger.lane = stats.lane
         self.counters["bytes_moved"] += stats.bytes_moved
         self.counters["transfer_s"] += stats.transfer_s
         self.counters["handoffs"] += 1

@@ -23,9 +23,12 @@ from headrace.paths import cache_root
 from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1 import worker_pb2_grpc as rpc
+from kvtransfer.core.pairing import card_of
+from kvtransfer.pairing import PairClient, PairServer
+from kvtransfer.probe import probe_area
 from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
 from kvtransfer.transports.base import peer_name
-from kvtransfer.transports.select import Lane, make_transport
+from kvtransfer.transports.select import Lanes, start_lanes
 from workers.core.blocks import BlockPool
 from workers.core.journal import OFF
 from workers.core.prefix_cache import PrefixCache
@@ -98,11 +101,13 @@ class Worker:
         runner = await asyncio.to_thread(self._make_runner, spec)
         layout, identity = runner.layout, runner.fingerprint()
         fingerprint = identity.hex()
+        card = card_of(runner.identity_fields(), layout.block_size)
         peer_id = peer_name(spec.worker_id, spec.incarnation)
-        self._lane: Lane = await make_transport(
+        self._lanes: Lanes = await start_lanes(
             spec.transport,
-            runner.kv_pool,
+            runner.lane_pool,
             layout.block_bytes,
+            probe_area(runner.num_blocks, layout.block_bytes),
             peer_id=peer_id,
             token=spec.cluster_token,
             host=spec.host,
@@ -124,25 +129,17 @@ class Worker:
         port = self._server.add_insecure_port(f"{spec.host}:0")
         address = f"{spec.host}:{port}"
         me = pb.PeerAddress(worker_id=spec.worker_id, incarnation=spec.incarnation, address=address)
-        transport = self._lane.transport
+        lanes, token, liveness_s = self._lanes, spec.cluster_token, spec.liveness_s
+        pairs = PairServer(peer_id, spec.incarnation, token, card, lanes, liveness_s)
 
         def make_holder(source: LeaseSource) -> LeaseHolder:
-            return LeaseHolder(
-                source,
-                transport,
-                incarnation=spec.incarnation,
-                fingerprint=fingerprint,
-                token=spec.cluster_token,
-                liveness_s=spec.liveness_s,
-            )
+            return LeaseHolder(source, pairs, checksums=spec.checksums, liveness_s=liveness_s)
 
         reader = LeaseReader(
-            transport,
-            me=me,
+            PairClient(me, token, card, lanes, liveness_s),
             block_size=layout.block_size,
-            fingerprint=fingerprint,
-            token=spec.cluster_token,
-            liveness_s=spec.liveness_s,
+            liveness_s=liveness_s,
+            max_retries=spec.read_retries,
         )
         self.hub = Hub(self.scheduler, identity, layout.block_size, make_holder, reader)
         self.engine = Engine(self.scheduler, runner, self.hub)
@@ -164,8 +161,9 @@ class Worker:
             block_size=layout.block_size,
             total_blocks=runner.num_blocks,
             max_model_len=spec.max_model_len,
-            lane=transport.name,
+            lane=lanes.common,
             chunk_tokens=settings.chunk_tokens,
+            card=card,
         )
         self._movers = Movers(self.scheduler, self.engine.lock, runner, disk_store(spec, runner))
         self.service = WorkerService(
@@ -198,9 +196,9 @@ class Worker:
             fingerprint=fingerprint,
             total_blocks=runner.num_blocks,
             block_size=layout.block_size,
-            lane=transport.name,
-            lane_gbps=self._lane.gbps,
-            lane_note=self._lane.note,
+            lane=lanes.first.name,
+            lane_gbps=lanes.gbps[lanes.first.name],
+            lane_note=lanes.note,
             memory_plan=runner.memory_plan(),
             weight_storage=runner.weight_storage,
             exact_rows=runner.exact_rows,
@@ -223,7 +221,7 @@ class Worker:
         await asyncio.to_thread(self._movers.stop)
         if self._events is not None:
             await asyncio.to_thread(self._events.stop)
-        await self._lane.transport.close()
+        await self._lanes.close()
         self._stopped.set()
 
     async def _monitor(self, block_bytes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -39,7 +40,7 @@ SERVER_OPTIONS = [
 
 
 class WorkerService(rpc.WorkerServicer):
-    """Every call carries the cluster token."""
+    """A gateway's call carries the cluster token; workers prove that they know it when they pair."""
 
     def __init__(
         self,
@@ -89,6 +90,9 @@ class WorkerService(rpc.WorkerServicer):
         except InvariantError as error:
             end_process(error)
 
+    async def Pair(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await self._hub.holder.pairs.serve(context)
+
     async def WorkerStatus(
         self, request: pb.WorkerStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.WorkerStatusResponse:
@@ -131,8 +135,9 @@ class WorkerService(rpc.WorkerServicer):
             sessions=len(hub.sessions),
             counters=counters | dict(hub.counters),
             pid=os.getpid(),
-            transport=hub.reader.transport.name,
+            transport=hub.reader.lanes.first.name,
             refusals=hub.refusals,
+            pairs=[pb.PairStatus(holder_id=name, **asdict(told)) for name, told in hub.reader.accounts.items()],
         )
         answer.MergeFrom(scheduling)
         return answer
@@ -199,6 +204,8 @@ class WorkerService(rpc.WorkerServicer):
                     session.resync()
                 case "clear_cache":
                     self._hub.clear_cache(None if message.clear_cache.all else message.clear_cache.tenant)
+                case "peers":
+                    self._hub.meet(session, message.peers.holders)
                 case "pause":
                     self._hub.pause(session, message.pause)
                 case "resume":

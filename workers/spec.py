@@ -55,6 +55,10 @@ class WorkerSpec(BaseModel):
     """auto | ucx | tcp"""
     read_timeout_s: float = 30.0
     """A read that moves nothing for this long is given up (its blocks stay quarantined until it is terminal)."""
+    read_retries: int = 1
+    """Reads of one hand-off that are made again after they failed, over another lane where there is one."""
+    checksums: bool = True
+    """Tell readers a digest of each block, and compare those of blocks read."""
     quarantine_cap_bytes: int = 256 << 20
     liveness_s: float = 8.0
     """Silence after which a session or a lease counts as broken."""

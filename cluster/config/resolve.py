@@ -111,6 +111,8 @@ def resolve(
                     profile_path=_profile_path(pool.profile),
                     transport=config.kv_transfer.transport,
                     read_timeout_s=config.kv_transfer.read_timeout_s,
+                    read_retries=config.kv_transfer.read_retries,
+                    checksums=config.kv_transfer.checksums,
                     quarantine_cap_bytes=config.kv_transfer.quarantine_cap_bytes,
                     liveness_s=config.cluster.liveness_s,
                     event_log_path=str(Path(config.events.path).absolute()) if config.events.path else "",

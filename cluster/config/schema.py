@@ -225,8 +225,12 @@ class PoolConfig(Section):
 
 class KvTransferConfig(Section):
     transport: Literal["auto", "ucx", "tcp"] = "auto"
-    """auto: UCX where its library is installed, TCP elsewhere."""
+    """auto: each pair of workers measures UCX, where its library is installed, and TCP, and takes the faster one."""
     read_timeout_s: Seconds = 30.0
+    read_retries: Annotated[int, Field(ge=0, le=10)] = 1
+    """Reads of one hand-off that are made again after they failed, over another lane where there is one."""
+    checksums: bool = True
+    """Every block is compared with its holder's digest once it was read."""
     quarantine_cap_bytes: Annotated[SizeBytes, Field(ge=0)] = 256 << 20
     """A worker whose abandoned reads hold more than this restarts."""
     host: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(auto_to_none)] = None

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat", "cache_resync", "clear_cache", "resume", "pause")
+    __slots__ = ("hello", "submit", "adopt", "finish", "heartbeat", "cache_resync", "clear_cache", "resume", "pause", "peers")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class SessionRequest(_message.Message):
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     adopt: Adopt
@@ -26,7 +27,14 @@ class SessionRequest(_message.Message):
     clear_cache: ClearCache
     resume: Resume
     pause: Pause
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., pause: _Optional[_Union[Pause, _Mapping]] = ...) -> None: ...
+    peers: Peers
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., pause: _Optional[_Union[Pause, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
+
+class Peers(_message.Message):
+    __slots__ = ("holders",)
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    holders: _containers.RepeatedCompositeFieldContainer[PeerAddress]
+    def __init__(self, holders: _Optional[_Iterable[_Union[PeerAddress, _Mapping]]] = ...) -> None: ...
 
 class Pause(_message.Message):
     __slots__ = ("handle", "num_output", "tool", "wait_s", "lost_share")
@@ -203,7 +211,7 @@ class Finish(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("hello", "started", "tokens", "done", "failed", "load", "prefilled", "cache", "paused")
+    __slots__ = ("hello", "started", "tokens", "done", "failed", "load", "prefilled", "cache", "paused", "paired")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +221,7 @@ class SessionResponse(_message.Message):
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    PAIRED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     started: Started
     tokens: Tokens
@@ -222,7 +231,29 @@ class SessionResponse(_message.Message):
     prefilled: Prefilled
     cache: CacheEvents
     paused: Paused
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ...) -> None: ...
+    paired: Paired
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., paired: _Optional[_Union[Paired, _Mapping]] = ...) -> None: ...
+
+class Paired(_message.Message):
+    __slots__ = ("holder_id", "holder_incarnation", "lane", "lane_gbps", "note")
+    class LaneGbpsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    LANE_GBPS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    holder_id: str
+    holder_incarnation: str
+    lane: str
+    lane_gbps: _containers.ScalarMap[str, float]
+    note: str
+    def __init__(self, holder_id: _Optional[str] = ..., holder_incarnation: _Optional[str] = ..., lane: _Optional[str] = ..., lane_gbps: _Optional[_Mapping[str, float]] = ..., note: _Optional[str] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("epoch", "from_seq", "to_seq", "snapshot", "stored", "removed")
@@ -257,7 +288,14 @@ class Prefilled(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "block_size", "total_blocks", "max_model_len", "lane", "chunk_tokens")
+    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "block_size", "total_blocks", "max_model_len", "lane", "chunk_tokens", "card")
+    class CardEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +305,7 @@ class WorkerHello(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CARD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -276,7 +315,8 @@ class WorkerHello(_message.Message):
     max_model_len: int
     lane: str
     chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., lane: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    card: _containers.ScalarMap[str, str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., lane: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., card: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("handle", "cached_tokens", "queue_s")
@@ -411,22 +451,20 @@ class LeaseRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[LeaseOpen, _Mapping]] = ..., verify: _Optional[_Union[LeaseVerify, _Mapping]] = ..., pulled: _Optional[_Union[LeasePulled, _Mapping]] = ..., close: _Optional[_Union[LeaseClose, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LeaseOpen(_message.Message):
-    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "fingerprint", "lane", "block_hashes")
+    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "proof", "block_hashes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reader: PeerAddress
     holder_incarnation: str
-    fingerprint: str
-    lane: str
+    proof: bytes
     block_hashes: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., lane: _Optional[str] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., proof: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
 
 class LeaseVerify(_message.Message):
     __slots__ = ("lease_id", "holder_incarnation")
@@ -467,20 +505,20 @@ class LeaseResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[LeaseOpened, _Mapping]] = ..., announce: _Optional[_Union[LeaseAnnounce, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LeaseOpened(_message.Message):
-    __slots__ = ("lease_id", "transport")
+    __slots__ = ("lease_id",)
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    transport: bytes
-    def __init__(self, lease_id: _Optional[str] = ..., transport: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class LeaseAnnounce(_message.Message):
-    __slots__ = ("first_block", "blocks")
+    __slots__ = ("first_block", "blocks", "digests")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandOff(_message.Message):
     __slots__ = ("output_ids", "num_tokens", "finished", "ledger")
@@ -497,6 +535,72 @@ class HandOff(_message.Message):
 class LeaseHeld(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PairRequest(_message.Message):
+    __slots__ = ("hello", "proof")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    hello: PairHello
+    proof: PairProof
+    def __init__(self, hello: _Optional[_Union[PairHello, _Mapping]] = ..., proof: _Optional[_Union[PairProof, _Mapping]] = ...) -> None: ...
+
+class PairHello(_message.Message):
+    __slots__ = ("reader", "holder_incarnation", "nonce")
+    READER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    reader: PeerAddress
+    holder_incarnation: str
+    nonce: bytes
+    def __init__(self, reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class PairProof(_message.Message):
+    __slots__ = ("proof", "card")
+    class CardEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    CARD_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    card: _containers.ScalarMap[str, str]
+    def __init__(self, proof: _Optional[bytes] = ..., card: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class PairResponse(_message.Message):
+    __slots__ = ("challenge", "accepted")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    challenge: PairChallenge
+    accepted: PairAccepted
+    def __init__(self, challenge: _Optional[_Union[PairChallenge, _Mapping]] = ..., accepted: _Optional[_Union[PairAccepted, _Mapping]] = ...) -> None: ...
+
+class PairChallenge(_message.Message):
+    __slots__ = ("nonce", "proof")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    proof: bytes
+    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class PairAccepted(_message.Message):
+    __slots__ = ("lanes", "probe_block", "probe_blocks")
+    class LanesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lanes: _containers.ScalarMap[str, bytes]
+    probe_block: int
+    probe_blocks: int
+    def __init__(self, lanes: _Optional[_Mapping[str, bytes]] = ..., probe_block: _Optional[int] = ..., probe_blocks: _Optional[int] = ...) -> None: ...
 
 class LeaseRevoked(_message.Message):
     __slots__ = ("reason",)
@@ -519,7 +623,7 @@ class BlockHolder(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatusResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport", "policy", "predictor_ready", "predictor_error", "predictor_samples", "histograms", "tenant_service", "refusals", "last_schedule_s", "last_apply_s", "host_blocks", "free_host_blocks", "reserved_kv_tokens", "queue_s", "tiers", "tenant_caches")
+    __slots__ = ("worker_id", "incarnation", "role", "load", "live_requests", "leases", "handoffs", "transfers", "quarantined_blocks", "used_blocks", "holders", "integrity_error", "sessions", "counters", "pid", "transport", "policy", "predictor_ready", "predictor_error", "predictor_samples", "histograms", "tenant_service", "refusals", "last_schedule_s", "last_apply_s", "host_blocks", "free_host_blocks", "reserved_kv_tokens", "queue_s", "tiers", "tenant_caches", "pairs")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -579,6 +683,7 @@ class WorkerStatusResponse(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     TENANT_CACHES_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -610,7 +715,34 @@ class WorkerStatusResponse(_message.Message):
     queue_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     tenant_caches: _containers.RepeatedCompositeFieldContainer[TenantCache]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., policy: _Optional[str] = ..., predictor_ready: _Optional[bool] = ..., predictor_error: _Optional[float] = ..., predictor_samples: _Optional[int] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., tenant_service: _Optional[_Mapping[str, float]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., last_schedule_s: _Optional[float] = ..., last_apply_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., free_host_blocks: _Optional[int] = ..., reserved_kv_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenant_caches: _Optional[_Iterable[_Union[TenantCache, _Mapping]]] = ...) -> None: ...
+    pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., live_requests: _Optional[int] = ..., leases: _Optional[int] = ..., handoffs: _Optional[int] = ..., transfers: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., integrity_error: _Optional[str] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., policy: _Optional[str] = ..., predictor_ready: _Optional[bool] = ..., predictor_error: _Optional[float] = ..., predictor_samples: _Optional[int] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., tenant_service: _Optional[_Mapping[str, float]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., last_schedule_s: _Optional[float] = ..., last_apply_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., free_host_blocks: _Optional[int] = ..., reserved_kv_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenant_caches: _Optional[_Iterable[_Union[TenantCache, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ...) -> None: ...
+
+class PairStatus(_message.Message):
+    __slots__ = ("holder_id", "lane", "lane_gbps", "bytes", "transfer_s", "exposed_s", "reads", "stalls", "retries", "failures", "corrupt_blocks")
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    LANE_GBPS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    STALLS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    holder_id: str
+    lane: str
+    lane_gbps: float
+    bytes: int
+    transfer_s: float
+    exposed_s: float
+    reads: int
+    stalls: int
+    retries: int
+    failures: int
+    corrupt_blocks: int
+    def __init__(self, holder_id: _Optional[str] = ..., lane: _Optional[str] = ..., lane_gbps: _Optional[float] = ..., bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., reads: _Optional[int] = ..., stalls: _Optional[int] = ..., retries: _Optional[int] = ..., failures: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "capacity_blocks", "cached_blocks", "used_blocks", "free_blocks", "block_bytes")

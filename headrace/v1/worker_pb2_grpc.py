@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=headrace_dot_v1_dot_worker__pb2.LeaseRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_worker__pb2.LeaseResponse.FromString,
                 _registered_method=True)
+        self.Pair = channel.stream_stream(
+                '/headrace.v1.Worker/Pair',
+                request_serializer=headrace_dot_v1_dot_worker__pb2.PairRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_worker__pb2.PairResponse.FromString,
+                _registered_method=True)
         self.WorkerStatus = channel.unary_unary(
                 '/headrace.v1.Worker/WorkerStatus',
                 request_serializer=headrace_dot_v1_dot_worker__pb2.WorkerStatusRequest.SerializeToString,
@@ -68,6 +73,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pair(self, request_iterator, context):
+        """Once for each reader and holder, before their first lease: see kvtransfer.core.pairing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WorkerStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -86,6 +98,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Lease,
                     request_deserializer=headrace_dot_v1_dot_worker__pb2.LeaseRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_worker__pb2.LeaseResponse.SerializeToString,
+            ),
+            'Pair': grpc.stream_stream_rpc_method_handler(
+                    servicer.Pair,
+                    request_deserializer=headrace_dot_v1_dot_worker__pb2.PairRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_worker__pb2.PairResponse.SerializeToString,
             ),
             'WorkerStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.WorkerStatus,
@@ -147,6 +164,33 @@ class Worker:
             '/headrace.v1.Worker/Lease',
             headrace_dot_v1_dot_worker__pb2.LeaseRequest.SerializeToString,
             headrace_dot_v1_dot_worker__pb2.LeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pair(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.Worker/Pair',
+            headrace_dot_v1_dot_worker__pb2.PairRequest.SerializeToString,
+            headrace_dot_v1_dot_worker__pb2.PairResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,9 +7,10 @@
                                                                    pull_failed, protocol fault --> FAILED
 
 At most one read is in flight; each takes everything announced since the last one. Reads before `Held` are bytes, not
-KV: only the holder's answer after the last read makes them usable. A read given up while the transport still may
-write quarantines its target blocks; `End` names them, and `ReleaseQuarantine` follows when that read is terminal. All
-other reserved blocks are the request's (ACTIVE) or free (`End`).
+KV: only the holder's answer after the last read makes them usable. A read that failed, and can write no more, is made
+again up to `max_retries` times in all (perhaps on another lane: the shell's choice). One given up while the transport
+still may write quarantines its target blocks; `End` names them, and `ReleaseQuarantine` follows when that read is
+terminal. All other reserved blocks are the request's (ACTIVE) or free (`End`).
 
 A fetch differs in the record alone: it has no output, and whole blocks, perhaps fewer than were reserved. ACTIVE means
 that these blocks are verified.
@@ -21,7 +22,7 @@ sockets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from headrace.errors import InvariantError
@@ -40,6 +41,10 @@ class Pull:
     action_id: int
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
+    digests: tuple[int, ...] = ()
+    """What the holder has said of the bytes of each block; none: it did not."""
+    retry: int = 0
+    """0: the first read of these blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ class Handoff:
     `read_terminal`). `is_fetch`: of a prefix; else of a request.
     """
 
-    def __init__(self, block_size: int, *, is_fetch: bool = False) -> None:
+    def __init__(self, block_size: int, *, is_fetch: bool = False, max_retries: int = 0) -> None:
         self.state = HandoffState.QUEUED
         self.record: HandOffRecord | None = None
         self._block_size = block_size
@@ -128,6 +133,9 @@ class Handoff:
         self._skip = 0
         self._lease_id = ""
         self._remote: list[int] = []
+        self._digests: list[int] = []
+        """Of all of `_remote`, or empty."""
+        self._retries_left = max_retries
         self._requested = 0
         """Announced blocks, from the first on, that a read was started for (or that were skipped before it)."""
         self._reported = 0
@@ -174,6 +182,9 @@ class Handoff:
             return []
         if terminal:
             self._terminal.add(action_id)
+            if self._retries_left:
+                self._retries_left -= 1
+                return [self._again()]
         return self._end(HandoffState.FAILED, "transfer_failed", kind)
 
     def read_terminal(self, action_id: int) -> list[HandoffAction]:
@@ -209,11 +220,14 @@ class Handoff:
         _advance(self, HandoffState.PULLING)
         return []
 
-    def announced(self, first: int, blocks: Sequence[int]) -> list[HandoffAction]:
+    def announced(self, first: int, blocks: Sequence[int], digests: Sequence[int] = ()) -> list[HandoffAction]:
+        """`digests`: one a block, or none at all in the life of a lease."""
         if self.ended:
             return []
-        known = self._remote[first : first + len(blocks)]
-        if first > len(self._remote) or list(blocks[: len(known)]) != known:
+        if len(digests) != (len(blocks) if self._digests or (not self._remote and digests) else 0):
+            return self._protocol_fault("digests do not fit the announced blocks")
+        known, seen = self._remote[first : first + len(blocks)], self._digests[first : first + len(blocks)]
+        if first > len(self._remote) or list(blocks[: len(known)]) != known or list(digests[: len(seen)]) != seen:
             return self._protocol_fault("announced blocks contradict earlier ones")
         new = blocks[len(known) :]
         if not new:
@@ -223,6 +237,7 @@ class Handoff:
         if len(self._remote) + len(new) > len(self._local):
             return self._protocol_fault("more blocks than reserved")
         self._remote += new
+        self._digests += digests[len(seen) :]
         return self._go_on()
 
     def handed_off(self, record: HandOffRecord) -> list[HandoffAction]:
@@ -258,7 +273,8 @@ class Handoff:
             self._reported = have
             actions.append(SendPulled(have))
         if have < announced:
-            pull = Pull(self._next_id, tuple(self._remote[have:]), self._local[have:announced])
+            blocks = tuple(self._remote[have:]), self._local[have:announced]
+            pull = Pull(self._next_id, *blocks, tuple(self._digests[have:]))
             self._next_id += 1
             self._requested = announced
             self._in_flight = pull
@@ -267,6 +283,15 @@ class Handoff:
             _advance(self, HandoffState.VERIFYING)
             actions.append(SendVerify(self._lease_id))
         return actions
+
+    def _again(self) -> Pull:
+        """The read that has just failed, once more."""
+        if self._in_flight is None:
+            raise InvariantError("hand-off has no read to repeat")
+        failed = self._in_flight
+        self._in_flight = replace(failed, action_id=self._next_id, retry=failed.retry + 1)
+        self._next_id += 1
+        return self._in_flight
 
     def _fits(self, record: HandOffRecord) -> bool:
         if self._is_fetch:

@@ -36,6 +36,8 @@ class TransferFault(StrEnum):
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     FAILED = "failed"
+    CORRUPT = "corrupt"
+    """Other bytes than the holder's: whoever asked finds that out, no transport does."""
 
 
 class TransferError(Exception):

@@ -1,99 +1,155 @@
-"""Chooses and starts the transport, measures the lane by reading from oneself, and says why when it is not the best
-one.
+"""Starts a worker's lanes: every transport that it offers to its peers, best first, and says why one is missing.
+
+Each is tried by reading the probe's blocks from oneself, so a lane that does not work here is found at start.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.errors import StartupError
-from kvtransfer.transports.base import PoolBytes, TransferError, TransferFault, Transport, allocate_pool
+from kvtransfer.probe import ProbeArea, fill_pattern, pattern_of
+from kvtransfer.transports.base import Peer, PoolBytes, Pull, TransferError, TransferFault, Transport, allocate_pool
 from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.ucx import UcxTransport
 
-LANES = ("auto", "ucx", "tcp")
-PROBE_BYTES = 32 << 20
+log = logging.getLogger("headrace.kvtransfer.lanes")
+
+AUTO = ("ucx", "tcp")
+"""What `auto` offers, best first. Two-sided NCCL is for those who ask for it."""
+LANES = ("auto", *AUTO)
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A started transport; `gbps` in GB/s (10^9 bytes) of a loopback read; `note` tells a fallback and its reason, or
-    "".
-    """
+@dataclass(slots=True)
+class Lanes:
+    """Started transports over one pool with a probe behind it."""
 
-    transport: Transport
-    gbps: float
+    memory: PoolBytes
+    block_bytes: int
+    area: ProbeArea
+    transports: dict[str, Transport] = field(default_factory=dict)
+    """By name, best first; at least one."""
+    gbps: dict[str, float] = field(default_factory=dict)
+    """GB/s (10^9 bytes) of reading from oneself."""
     note: str = ""
+    """Which lane is missing and why; or ""."""
+
+    @property
+    def first(self) -> Transport:
+        return next(iter(self.transports.values()))
+
+    @property
+    def common(self) -> str:
+        """The lane that all workers of this configuration have: the last resort."""
+        return next(reversed(self.transports))
+
+    def descriptors(self) -> dict[str, bytes]:
+        return {name: transport.descriptor() for name, transport in self.transports.items()}
+
+    async def close(self) -> None:
+        for transport in self.transports.values():
+            await transport.close()
 
 
-async def make_transport(
+async def start_lanes(
     name: str,
     memory: PoolBytes,
     block_bytes: int,
+    area: ProbeArea,
     *,
     peer_id: str,
     token: str,
     host: str = "127.0.0.1",
     read_timeout_s: float = 30.0,
-) -> Lane:
-    """Starts the named transport on a pool that nothing else uses yet; `auto` is ucx where it works, else tcp.
+) -> Lanes:
+    """The named transport, or with `auto` all of AUTO that work here, tcp in any case.
 
-    `peer_id` must be new for every process (worker and incarnation). Raises StartupError when the lane does not work.
+    `memory`: of `area.end` blocks. `peer_id` must be new for every process (worker and incarnation). Raises
+    StartupError when no lane works, or not the one that was asked for.
     """
     if name not in LANES:
         raise StartupError(f"transport: {name!r} is none of {', '.join(LANES)}")
     if host in ("0.0.0.0", "::", ""):
         raise StartupError(f"host: {host!r} is no address that peers can reach; give this node's own")
-    note = ""
-    if name in ("auto", "ucx"):
-        ucx = UcxTransport(peer_id, read_timeout_s)
+    fill_pattern(memory, area, block_bytes, peer_id)
+    lanes = Lanes(memory, block_bytes, area)
+    for each in AUTO if name == "auto" else (name,):
+        transport = _make(each, peer_id, token, host, read_timeout_s)
         try:
-            return await _start(ucx, memory, block_bytes)
-        except TransferError as error:
-            await ucx.close()
-            if name == "ucx":
-                raise StartupError(f"transport ucx does not work here: {error}") from error
-            note = f"ucx does not work here ({error}); KV moves over tcp"
-    tcp = TcpTransport(peer_id, token, host, read_timeout_s)
-    try:
-        lane = await _start(tcp, memory, block_bytes)
-    except (TransferError, OSError) as error:
-        await tcp.close()
-        raise StartupError(f"transport tcp does not work on {host}: {error}") from error
-    return Lane(lane.transport, lane.gbps, note)
+            await transport.start(memory, block_bytes)
+            lanes.gbps[each] = await _read_from_oneself(transport, area, block_bytes)
+        except (TransferError, OSError) as error:
+            await transport.close()
+            if each in (name, "tcp"):
+                await lanes.close()
+                where = f"on {host}" if each == "tcp" else "here"
+                raise StartupError(f"transport {each} does not work {where}: {error}") from error
+            lanes.note = f"{each} does not work here ({error}); KV moves over tcp"
+            log.warning("lane_missing worker=%s lane=%s reason=%s", peer_id, each, error)
+        else:
+            lanes.transports[each] = transport
+    return lanes
 
 
-async def _start(transport: Transport, memory: PoolBytes, block_bytes: int) -> Lane:
-    await transport.start(memory, block_bytes)
-    return Lane(transport, await measure_loopback_gbps(transport, memory, block_bytes))
+def _make(name: str, peer_id: str, token: str, host: str, read_timeout_s: float) -> Transport:
+    if name == "ucx":
+        return UcxTransport(peer_id, read_timeout_s)
+    return TcpTransport(peer_id, token, host, read_timeout_s)
 
 
-async def measure_loopback_gbps(transport: Transport, memory: PoolBytes, block_bytes: int) -> float:
-    """GB/s of reading up to PROBE_BYTES from a started transport's own pool through a second one.
-
-    Uses the pool's first blocks and puts them back. Raises TransferError when the read fails or brings other bytes.
-    """
-    num_blocks = max(1, min(memory.nbytes, PROBE_BYTES) // block_bytes)
-    used = memory[: num_blocks * block_bytes]
-    saved, target = used.copy(), allocate_pool(num_blocks * block_bytes)
+async def _read_from_oneself(transport: Transport, area: ProbeArea, block_bytes: int) -> float:
+    """GB/s of reading the probe through a second transport. Raises TransferError when it brings other bytes."""
+    target = allocate_pool(area.num_blocks * block_bytes)
     target[:] = 0  # touch the pages: faults are not the lane's time
-    pattern = np.random.default_rng(0).integers(0, 256, used.nbytes, dtype=np.uint8)
-    probe = transport.twin(f"{transport.peer_id}/probe")
-    blocks = list(range(num_blocks))
+    twin = transport.twin(f"{transport.peer_id}/probe")
     try:
-        used[:] = pattern
-        await probe.start(target, block_bytes)
-        peer = await probe.connect(transport.peer_id, transport.descriptor())
-        await probe.pull(peer, blocks[:1], blocks[:1]).done  # connection set-up apart
-        start = time.perf_counter()
-        await probe.pull(peer, blocks, blocks).done
-        seconds = time.perf_counter() - start
-        if not np.array_equal(target, pattern):
-            raise TransferError(TransferFault.FAILED, "a loopback read brought wrong bytes")
+        await twin.start(target, block_bytes)
+        peer = await twin.connect(transport.peer_id, transport.descriptor())
+        return await read_probe(
+            twin, peer, transport.peer_id, area.pattern, target, block_bytes, range(area.num_blocks)
+        )
     finally:
-        await probe.close()
-        used[:] = saved
-    return used.nbytes / seconds / 1e9
+        await twin.close()
+
+
+async def read_probe(
+    transport: Transport,
+    peer: Peer,
+    holder: str,
+    pattern: Sequence[int],
+    memory: PoolBytes,
+    block_bytes: int,
+    targets: Sequence[int],
+    track: Callable[[Pull], None] = lambda _: None,
+) -> float:
+    """GB/s of reading the peer's `pattern` blocks into one's own `targets`, block bytes each. `holder`: its name.
+
+    Raises TransferError when a read fails or brings bytes that are not the holder's. `track` is told of each read: it
+    may write on until it is terminal.
+    """
+
+    async def read(blocks: Sequence[int], into: Sequence[int]) -> None:
+        pull = transport.pull(peer, blocks, into)
+        track(pull)
+        try:
+            await asyncio.shield(pull.done)
+        finally:
+            pull.cancel()
+
+    for target in targets:
+        memory[target * block_bytes : (target + 1) * block_bytes] = 0
+    await read(pattern[:1], targets[:1])  # connection set-up apart
+    start = time.perf_counter()
+    await read(pattern, targets)
+    seconds = time.perf_counter() - start
+    for number, target in enumerate(targets):
+        got = memory[target * block_bytes : (target + 1) * block_bytes]
+        if not np.array_equal(got, pattern_of(holder, number, block_bytes)):
+            raise TransferError(TransferFault.CORRUPT, f"block {number} of the probe came with other bytes")
+    return len(targets) * block_bytes / seconds / 1e9

@@ -119,6 +119,8 @@ class FleetTable:
         self._nodes: dict[str, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._roster: tuple[WorkerKey | None, ...] | None = None
+        self._apart: set[tuple[WorkerKey, WorkerKey]] = set()
+        """(reader, holder) that no lane connects."""
         self._columns: Columns | None = None
         for name in (*_INT, *_FLOAT, *_BOOL):
             kind = np.int64 if name in _INT else np.float64 if name in _FLOAT else np.bool_
@@ -167,6 +169,7 @@ class FleetTable:
         if worker is None:
             return None
         slot = worker.slot
+        self._apart = {pair for pair in self._apart if key not in pair}
         self._at[slot], self._roster = None, None
         for name in (*_INT, *_FLOAT, *_BOOL):
             if name != "generation":
@@ -175,6 +178,20 @@ class FleetTable:
         self._free.append(slot)
         self._sort_out()
         return slot
+
+    def paired(self, reader: WorkerKey, holder: WorkerKey, works: bool) -> None:
+        """Whether one worker can read from another. Nobody has told: it can."""
+        if works:
+            self._apart.discard((reader, holder))
+        elif reader in self._workers and holder in self._workers:
+            self._apart.add((reader, holder))
+
+    def apart_from(self, slot: int) -> list[int]:
+        """Slots of workers that cannot read from that one."""
+        holder = self._at[slot]
+        return [
+            self._workers[reader].slot for reader, other in self._apart if holder is not None and other == holder.key
+        ]
 
     def slot(self, key: WorkerKey) -> int | None:
         worker = self._workers.get(key)

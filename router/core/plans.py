@@ -106,12 +106,13 @@ def eligible(table: FleetTable, mode: Mode, ready: Mask) -> Eligible | None:
 
 
 def decode_pool(table: FleetTable, ready: Mask, source: int | None) -> Mask:
-    """Slots that may adopt from `source`: on its lane, decode workers first, never itself."""
+    """Slots that may adopt from `source`: who can read from it, decode workers first, never itself."""
     count = table.num_slots
     pool = ready.copy()
     if source is not None:
         pool &= table.lane[:count] == table.lane[source]
         pool[source] = False
+        pool[table.apart_from(source)] = False
     decode, colocated = pool & table.by_role[DECODE], pool & table.by_role[COLOCATED]
     return decode if decode.any() else colocated
 

@@ -103,6 +103,13 @@ class Router:
         """
         self.table.up(key, role, capacity_tokens, block_size, lane, node, address, chunk_tokens)
 
+    def paired(self, reader: WorkerKey, holder: WorkerKey, works: bool) -> None:
+        """Whether the one can read the other's blocks: otherwise it adopts nothing from there.
+
+        (A fetch of a prefix that cannot be made is a cache miss.)
+        """
+        self.table.paired(reader, holder, works)
+
     def worker_down(self, key: WorkerKey) -> None:
         """Forgets its load, its bookings and its blocks. Idempotent."""
         slot = self.table.down(key)

@@ -26,6 +26,7 @@ import pytest
 
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import random_ids
+from kvtransfer.probe import ProbeArea, probe_area
 from kvtransfer.transports import select, ucx, ucx_agent
 from kvtransfer.transports.base import (
     Descriptor,
@@ -606,36 +607,46 @@ def test_close_returns_everything(lane: str) -> None:
 # --- choosing
 
 
+def area_of(num_blocks: int) -> tuple[PoolBytes, ProbeArea]:
+    area = probe_area(num_blocks, MIB)
+    return allocate_pool(area.end * MIB), area
+
+
+async def start(name: str, memory: PoolBytes, area: ProbeArea, **options: str) -> select.Lanes:
+    return await select.start_lanes(name, memory, MIB, area, peer_id=random_ids("w"), token=TOKEN, **options)
+
+
 def test_auto_falls_back_to_tcp_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ImportError("No module named 'nixl_cu12'")
 
     async def test() -> None:
         monkeypatch.setattr(ucx_agent, "load_bindings", missing)
-        memory = allocate_pool(4 * MIB)
-        lane = await select.make_transport("auto", memory, MIB, peer_id=random_ids("w"), token=TOKEN)
-        assert lane.transport.name == "tcp" and lane.gbps > 0
-        assert "nixl_cu12" in lane.note and "tcp" in lane.note
-        assert not memory.any()
-        await lane.transport.close()
+        memory, area = area_of(4)
+        lanes = await start("auto", memory, area)
+        assert list(lanes.transports) == ["tcp"] and lanes.gbps["tcp"] > 0
+        assert "nixl_cu12" in lanes.note and "tcp" in lanes.note
+        assert not memory[: 4 * MIB].any()
+        await lanes.close()
         with pytest.raises(StartupError, match="nixl_cu12"):
-            await select.make_transport("ucx", memory, MIB, peer_id=random_ids("w"), token=TOKEN)
+            await start("ucx", memory, area)
         with pytest.raises(StartupError, match="pigeon"):
-            await select.make_transport("pigeon", memory, MIB, peer_id=random_ids("w"), token=TOKEN)
+            await start("pigeon", memory, area)
         with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
-            await select.make_transport("tcp", memory, MIB, peer_id=random_ids("w"), token=TOKEN, host="192.0.2.1")
+            await start("tcp", memory, area, host="192.0.2.1")
 
     run(test())
 
 
 @needs_nixl
-def test_auto_takes_ucx_where_it_works() -> None:
+def test_auto_offers_ucx_first_and_tcp_as_the_last_resort() -> None:
     async def test() -> None:
-        memory = allocate_pool(64 * MIB)
-        lane = await select.make_transport("auto", memory, MIB, peer_id=random_ids("w"), token=TOKEN)
-        assert (lane.transport.name, lane.note) == ("ucx", "") and lane.gbps > 0
-        assert not memory.any()
-        await lane.transport.close()
+        memory, area = area_of(64)
+        lanes = await start("auto", memory, area)
+        assert (list(lanes.transports), lanes.common, lanes.note) == (["ucx", "tcp"], "tcp", "")
+        assert all(gbps > 0 for gbps in lanes.gbps.values())
+        assert not memory[: 64 * MIB].any()
+        await lanes.close()
 
     run(test())
 
@@ -643,7 +654,7 @@ def test_auto_takes_ucx_where_it_works() -> None:
 def test_the_lane_needs_an_address_that_peers_can_reach() -> None:
     async def test() -> None:
         with pytest.raises(StartupError, match="host"):
-            await select.make_transport("tcp", allocate_pool(MIB), MIB, peer_id="w", token=TOKEN, host="0.0.0.0")
+            await start("tcp", *area_of(1), host="0.0.0.0")
 
     run(test())
 

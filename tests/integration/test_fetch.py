@@ -67,7 +67,7 @@ def test_a_fetched_prefix_is_not_computed_and_changes_no_token(make_lane: MakeLa
             answer = await w[reader].ask(PROMPT, source=w.address(holder))
             assert answer.tokens == expected(PROMPT, 8)
             assert answer.done is not None
-            ledger, block_bytes = answer.done.ledger, w.all[reader].hub.reader.transport._pool.block_bytes
+            ledger, block_bytes = answer.done.ledger, w.all[reader].hub.reader.lanes.block_bytes
             assert (ledger.cached_tokens, ledger.computed_tokens) == (160, len(PROMPT) - 160 + 7)
             assert ledger.bytes_moved == 10 * block_bytes and ledger.transfer_s > 0
             assert ledger.lane == w.lane(reader).name

@@ -6,7 +6,7 @@ Over 400 lines: both ends of the protocol share the world at the top.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,8 @@ from headrace.errors import Rejected
 from headrace.ids import RequestKey, random_ids
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+from kvtransfer.core.pairing import lease_proof
 from kvtransfer.service import (
-    TOKEN_KEY,
     Adoption,
     End,
     HandOffRecord,
@@ -29,11 +29,12 @@ from kvtransfer.service import (
     LeaseHolder,
     LeaseReader,
 )
-from kvtransfer.transports.base import allocate_pool, peer_name
+from kvtransfer.transports.base import peer_name
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_agent import load_bindings
+from tests.lanes_fixtures import CARD, lanes_of, pair_client, pair_server
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 64, 32
 LIVENESS_S = 0.4
@@ -81,46 +82,48 @@ class Sink:
 class World:
     """One holder, one reader. Block 8 + i of the holder is filled with the byte 100 + i."""
 
-    def __init__(self, lane: Callable[[str], Any]) -> None:
+    def __init__(self, lanes: Sequence[Callable[[str], Any]], reader_lanes: Sequence[Callable[[str], Any]]) -> None:
         self.incarnation = random_ids("inc")
-        self.holder_lane = lane(peer_name("prefill-0", self.incarnation))
-        self.reader_lane = lane(peer_name("decode-0", random_ids("inc")))
-        self.holder_memory, self.reader_memory = (allocate_pool(NUM_BLOCKS * BLOCK_BYTES) for _ in range(2))
+        self.lanes, self.own_lanes = lanes, reader_lanes
         self.source = Source()
         self.sink = Sink()
 
-    async def start(self, fingerprint: str, liveness_s: float) -> None:
-        await self.holder_lane.start(self.holder_memory, BLOCK_BYTES)
-        await self.reader_lane.start(self.reader_memory, BLOCK_BYTES)
-        holder = self.holder = LeaseHolder(
-            self.source,
-            self.holder_lane,
-            incarnation=self.incarnation,
-            fingerprint="f" * 32,
-            token="secret",
-            liveness_s=liveness_s,
-        )
+    async def start(self, weights: str, liveness_s: float, token: str, checksums: bool) -> None:
+        me = pb.PeerAddress(worker_id="decode-0", incarnation=random_ids("inc"))
+        holder_name, reader_name = (peer_name("prefill-0", self.incarnation), peer_name("decode-0", me.incarnation))
+        self.holder_lanes = await lanes_of(holder_name, NUM_BLOCKS, BLOCK_BYTES, *self.lanes)
+        self.reader_lanes = await lanes_of(reader_name, NUM_BLOCKS, BLOCK_BYTES, *self.own_lanes)
+        self.holder_lane, self.reader_lane = self.holder_lanes.first, self.reader_lanes.first
+        self.holder_memory, self.reader_memory = self.holder_lanes.memory, self.reader_lanes.memory
+        pairs = pair_server(self.holder_lanes, self.incarnation, "secret", liveness_s)
+        holder = self.holder = LeaseHolder(self.source, pairs, checksums=checksums, liveness_s=liveness_s)
 
         class Servicer(WorkerServicer):  # type: ignore[misc]
             async def Lease(self, request_iterator: Any, context: Any) -> None:
                 await holder.serve(context)
 
+            async def Pair(self, request_iterator: Any, context: Any) -> None:
+                await pairs.serve(context)
+
         self.server = grpc.aio.server()
         add_WorkerServicer_to_server(Servicer(), self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
-        self.reader = LeaseReader(
-            self.reader_lane,
-            me=pb.PeerAddress(worker_id="decode-0"),
-            block_size=BLOCK_SIZE,
-            fingerprint=fingerprint,
-            token="secret",
-            liveness_s=liveness_s,
-        )
+        client = pair_client(self.reader_lanes, me, token, liveness_s, weights=weights)
+        self.reader = LeaseReader(client, block_size=BLOCK_SIZE, liveness_s=liveness_s)
 
     def adopt(self, request_id: str = "req-1", **address: str) -> Adoption:
+        return self.reader.adopt(request_id, 0, self.address(**address), self.sink)
+
+    async def pair(self) -> None:
+        told: list[pb.Paired] = []
+        self.reader.meet(self.address(), told.append)
+        await until(lambda: bool(told))
+        assert told[0].lane == self.reader_lane.name and told[0].note == ""
+
+    def address(self, **changes: str) -> pb.PeerAddress:
         where = {"worker_id": "prefill-0", "incarnation": self.incarnation, "address": f"127.0.0.1:{self.port}"}
-        return self.reader.adopt(request_id, 0, pb.PeerAddress(**(where | address)), self.sink)
+        return pb.PeerAddress(**(where | changes))
 
     def compute(self, num_blocks: int) -> None:
         """The holder's step that completes `num_blocks` blocks in all."""
@@ -151,21 +154,27 @@ class World:
 
 @asynccontextmanager
 async def world(
-    fingerprint: str = "f" * 32, lane: Callable[[str], Any] = MemoryTransport, liveness_s: float = LIVENESS_S
+    weights: str = CARD["weights"],
+    lane: Callable[[str], Any] | Sequence[Callable[[str], Any]] = MemoryTransport,
+    liveness_s: float = LIVENESS_S,
+    token: str = "secret",
+    checksums: bool = True,
+    reader_lane: Sequence[Callable[[str], Any]] = (),
 ) -> AsyncIterator[World]:
     before = asyncio.all_tasks()
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-    it = World(lane)
-    await it.start(fingerprint, liveness_s)
+    lanes = lane if isinstance(lane, Sequence) else (lane,)
+    it = World(lanes, reader_lane or lanes)
+    await it.start(weights, liveness_s, token, checksums)
     try:
         yield it
         await it.assert_drained()
     finally:
         await it.reader.close()
         await it.server.stop(0)
-        await it.reader_lane.close()
-        await it.holder_lane.close()
+        await it.reader_lanes.close()
+        await it.holder_lanes.close()
     await asyncio.sleep(0.01)
     mine = {task for task in asyncio.all_tasks() - before if "grpc" not in repr(task.get_coro())}
     assert mine == set()
@@ -249,6 +258,7 @@ async def test_revoked_before_held_ends_failed_and_frees_everything() -> None:
 @in_loop
 async def test_a_revoke_during_a_read_is_refused() -> None:
     async with world() as w:
+        await w.pair()
         w.holder_lane.stall()
         w.compute(2)
         w.adopt().reserved([1, 2, 3], skip_blocks=0)
@@ -289,6 +299,7 @@ async def test_finished_with_the_first_token_moves_nothing_more() -> None:
 async def test_a_holder_that_dies_breaks_the_lease_and_its_read_is_lost() -> None:
     async with world() as w:
         w.compute(2)
+        await w.pair()
         w.holder_lane.delay_s = 0.2
         w.adopt().reserved([1, 2, 3], skip_blocks=0)
         await until(lambda: w.reader.reads_in_flight == 1)
@@ -304,6 +315,7 @@ async def test_a_holder_that_dies_breaks_the_lease_and_its_read_is_lost() -> Non
 @in_loop
 async def test_a_reader_that_cancels_in_mid_read_quarantines_until_the_read_is_terminal() -> None:
     async with world() as w:
+        await w.pair()
         w.holder_lane.stall()
         w.compute(2)
         adoption = w.adopt()
@@ -324,6 +336,7 @@ async def test_a_reader_that_cancels_in_mid_read_quarantines_until_the_read_is_t
 @in_loop
 async def test_a_read_that_times_out_fails_the_hand_off_and_stays_quarantined() -> None:
     async with world(lane=partial(MemoryTransport, read_timeout_s=0.1)) as w:
+        await w.pair()
         w.holder_lane.stall()
         w.compute(1)
         w.adopt().reserved([1, 2], skip_blocks=0)
@@ -334,19 +347,19 @@ async def test_a_read_that_times_out_fails_the_hand_off_and_stays_quarantined() 
 
 
 @pytest.mark.parametrize(
-    ("reason", "request_id", "address", "fingerprint"),
+    ("reason", "request_id", "address", "weights"),
     [
-        ("stale_incarnation", "req-1", {"incarnation": "inc-of-yesterday"}, "f" * 32),
-        ("fingerprint_mismatch", "req-1", {}, "e" * 32),
-        ("unknown_request", "req-2", {}, "f" * 32),
+        ("stale_incarnation", "req-1", {"incarnation": "inc-of-yesterday"}, "abc"),
+        ("weights: abc here, xyz there", "req-1", {}, "xyz"),
+        ("unknown_request", "req-2", {}, "abc"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_reason(
-    reason: str, request_id: str, address: dict[str, str], fingerprint: str
+    reason: str, request_id: str, address: dict[str, str], weights: str
 ) -> None:
     @in_loop
     async def run() -> None:
-        async with world(fingerprint) as w:
+        async with world(weights) as w:
             w.adopt(request_id, **address).reserved([1], skip_blocks=0)
             await w.over()
             assert w.sink.end == End(True, "lease_refused", reason, ())
@@ -373,11 +386,21 @@ async def test_a_second_reader_of_a_request_is_refused_and_the_first_goes_on() -
 
 @in_loop
 async def test_without_the_cluster_token_nothing_is_opened() -> None:
-    async with world() as w:
-        w.reader.token = "guess"
+    async with world(token="guess") as w:
         w.adopt().reserved([1], skip_blocks=0)
         await w.over()
-        assert w.sink.end == End(True, "lease_refused", "unauthenticated", ())
+        assert w.sink.end == End(True, "lease_refused", "the holder does not know the cluster token", ())
+    # a reader that does not care whether the holder knows it
+    async with world() as w, grpc.aio.insecure_channel(f"127.0.0.1:{w.port}") as channel:
+        call = WorkerStub(channel).Pair()
+        hello = pb.PairHello(reader=w.reader.me, holder_incarnation=w.incarnation, nonce=bytes(16))
+        await call.write(pb.PairRequest(hello=hello))
+        assert (await call.read()).HasField("challenge")
+        await call.write(pb.PairRequest(proof=pb.PairProof(proof=bytes(32), card=CARD)))
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        call = WorkerStub(channel).Lease()
+        await call.write(pb.LeaseRequest(open=open_message(w, proof=bytes(32))))
+        assert (await call.code(), await call.details()) == (grpc.StatusCode.UNAUTHENTICATED, "unpaired")
 
 
 @in_loop
@@ -402,7 +425,7 @@ async def test_a_silent_reader_loses_its_lease_and_a_quiet_one_keeps_it() -> Non
         # 2. one that says nothing after its open does not
         w.source.ended.clear()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{w.port}") as channel:
-            call = WorkerStub(channel).Lease(metadata=((TOKEN_KEY, "secret"),))
+            call = WorkerStub(channel).Lease()
             await call.write(pb.LeaseRequest(open=open_message(w)))
             await until(lambda: w.holder.leases == 1)
             await until(lambda: w.source.ended == [False], limit_s=3 * LIVENESS_S)
@@ -416,6 +439,9 @@ async def test_a_silent_holder_breaks_the_lease() -> None:
         class Silent(WorkerServicer):  # type: ignore[misc]
             async def Lease(self, request_iterator: Any, context: Any) -> None:
                 await asyncio.sleep(60)
+
+            async def Pair(self, request_iterator: Any, context: Any) -> None:
+                await w.holder.pairs.serve(context)
 
         server = grpc.aio.server()
         add_WorkerServicer_to_server(Silent(), server)
@@ -457,10 +483,11 @@ async def test_a_hundred_hand_offs_leave_nothing_behind() -> None:
             await until(lambda: w.holder.leases == 0)
 
 
-def open_message(w: World) -> pb.LeaseOpen:
-    return pb.LeaseOpen(
-        request_id="req-1", holder_incarnation=w.incarnation, fingerprint="f" * 32, lane=w.reader_lane.name
-    )
+def open_message(w: World, **changes: Any) -> pb.LeaseOpen:
+    """What the paired reader would send."""
+    key = w.holder.pairs._keys.get(peer_name(w.reader.me.worker_id, w.reader.me.incarnation), b"")
+    fields = {"request_id": "req-1", "reader": w.reader.me, "holder_incarnation": w.incarnation}
+    return pb.LeaseOpen(**(fields | {"proof": lease_proof(key, "req-1", 0, b"")} | changes))
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:

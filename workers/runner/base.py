@@ -22,6 +22,8 @@ class Runner(Protocol):
 
     kv_pool: KvPool
     """Flat uint8 view of the whole pool, num_blocks * layout.block_bytes bytes."""
+    lane_pool: KvPool
+    """The pool and, behind it, the blocks of `kvtransfer.probe`: what transports register."""
     host_pool: KvPool
     """The same of host memory, host_blocks * layout.block_bytes bytes; tiers copy to and from it beside steps."""
     layout: KvLayout

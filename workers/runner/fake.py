@@ -17,6 +17,7 @@ from headrace.errors import InvariantError
 from headrace.sampling import SamplingParams, uniform
 from kvtransfer.core.identity import KEY_SCHEMA_VERSION, root_hash
 from kvtransfer.core.layout import KvLayout
+from kvtransfer.probe import probe_area
 from workers.core.plan import StepPlan, StepResult
 
 
@@ -65,7 +66,9 @@ class FakeRunner:
         self.step_s = step_s
         self._sleep = sleep
         self.layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype_bytes=4)
-        self.kv_pool = np.zeros(num_blocks * self.layout.block_bytes, np.uint8)
+        block_bytes = self.layout.block_bytes
+        self.lane_pool = np.zeros(probe_area(num_blocks, block_bytes).end * block_bytes, np.uint8)
+        self.kv_pool = self.lane_pool[: num_blocks * block_bytes]
         # [block, token | position, slot]: the k part holds the token, the v part its position.
         self._log = self.kv_pool.view(np.int32).reshape(num_blocks, 2, block_size)
         self._log[:] = -1

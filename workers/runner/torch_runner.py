@@ -18,6 +18,7 @@ from headrace.sampling import SamplingParams
 from kernels.ops import PoolShape, Program, Sampler, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
+from kvtransfer.probe import probe_area
 from workers.core.plan import MemoryChange, StepPlan, StepResult
 from workers.model.config import load_config
 from workers.model.decoder import Decoder
@@ -87,9 +88,11 @@ class TorchRunner:
             raise StartupError(str(error)) from error
         torch.set_num_threads(threads)
         self.host_blocks = host_blocks if host_blocks is not None else swap_bytes // self.layout.block_bytes
-        self.kv_pool = allocate_pool(
-            self.num_blocks * self.layout.block_bytes, self.host_blocks * self.layout.block_bytes
+        block_bytes = self.layout.block_bytes
+        self.lane_pool = allocate_pool(
+            probe_area(self.num_blocks, block_bytes).end * block_bytes, self.host_blocks * block_bytes
         )
+        self.kv_pool = self.lane_pool[: self.num_blocks * block_bytes]
         self._pool = torch.from_numpy(self.kv_pool).view(torch.float32)
         self._blocks = self.kv_pool.reshape(self.num_blocks, self.layout.block_bytes)
         self.host_copy_block_s = 0.0
@@ -193,6 +196,7 @@ class TorchRunner:
         """Bytes by use (C1)."""
         return self._decoder.memory_plan() | {
             "kv": self.kv_pool.nbytes,
+            "lane_probe": self.lane_pool.nbytes - self.kv_pool.nbytes,
             "host_kv": self._host.nbytes,
             "block_metadata": self.num_blocks * _BLOCK_METADATA_BYTES,
         }

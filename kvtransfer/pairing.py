@@ -1,0 +1,252 @@
+"""Both ends of Worker.Pair, and what comes of it: the key that signs leases and the lanes that work, measured.
+
+The protocol is drawn in `core.pairing`, which decides; a reader pairs with a holder once, whoever asks first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import grpc
+
+from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.pairing import (
+    MAX_CARD_FIELDS,
+    NONCE_BYTES,
+    Card,
+    Measured,
+    fastest,
+    is_proof,
+    lease_proof,
+    mismatch,
+    pair_key,
+    proof,
+)
+from kvtransfer.stream import GONE
+from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, Transport, peer_name
+from kvtransfer.transports.select import Lanes, read_probe
+
+log = logging.getLogger("headrace.kvtransfer.pairing")
+
+MAX_READERS = 4096
+"""Whose keys a holder keeps; the one that paired first goes first, and pairs again when it comes back."""
+UNPAIRED = "unpaired"
+MIN_PROBE_BYTES = 1 << 20
+"""Reading less tells how quick a lane begins, not how fast it is: the preferred one is taken then."""
+
+
+class PairingFault(Enum):
+    REFUSED = "refused"
+    """For good: this process will never pair with that one."""
+    BROKEN = "broken"
+    NO_LANE = "no_lane"
+
+
+class PairingError(Exception):
+    """The holder cannot be read from now."""
+
+    def __init__(self, fault: PairingFault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+@dataclass(slots=True, eq=False)
+class PairedLane:
+    transport: Transport
+    peer: Peer
+    gbps: float
+
+    @property
+    def name(self) -> str:
+        return self.transport.name
+
+
+@dataclass(slots=True, eq=False)
+class Pairing:
+    """One reader's side. Lanes are in the order in which reads use them."""
+
+    key: bytes
+    lanes: list[PairedLane]
+    note: str = ""
+    """Why not the best lane is used."""
+
+    def lease_proof(self, request_id: str, attempt: int, hashes: bytes) -> bytes:
+        return lease_proof(self.key, request_id, attempt, hashes)
+
+    def demote(self, lane: PairedLane) -> None:
+        """A read over it has failed: the others first."""
+        if lane is self.lanes[0] and len(self.lanes) > 1:
+            self.lanes.append(self.lanes.pop(0))
+
+
+@dataclass
+class PairServer:
+    """The holder's side: who has paired, and with which key."""
+
+    me: str
+    """This process's name."""
+    incarnation: str
+    token: str
+    card: Card
+    lanes: Lanes
+    patience_s: float
+    _keys: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+
+    def signed(self, request: pb.LeaseOpen) -> bool:
+        """Is this LeaseOpen from a reader that has paired?"""
+        key = self._keys.get(peer_name(request.reader.worker_id, request.reader.incarnation))
+        if key is None:
+            return False
+        return is_proof(request.proof, lease_proof(key, request.request_id, request.attempt, request.block_hashes))
+
+    async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The body of the servicer's `Pair` method."""
+        try:
+            async with asyncio.timeout(self.patience_s):
+                refusal = await self._pair(context)
+        except TimeoutError:
+            refusal = grpc.StatusCode.DEADLINE_EXCEEDED, "silence"
+        except GONE:
+            return
+        if refusal is not None:
+            await context.abort(*refusal)
+
+    async def _pair(self, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[grpc.StatusCode, str] | None:
+        """What the call is refused for, or None."""
+        hello = await _next(context.read, "hello")
+        if hello is None or len(hello.nonce) != NONCE_BYTES:
+            return grpc.StatusCode.INVALID_ARGUMENT, "protocol"
+        if hello.holder_incarnation != self.incarnation:
+            return grpc.StatusCode.FAILED_PRECONDITION, "stale_incarnation"
+        reader, nonce = peer_name(hello.reader.worker_id, hello.reader.incarnation), secrets.token_bytes(NONCE_BYTES)
+        key = pair_key(self.token, reader, hello.nonce, self.me, nonce)
+        await context.write(pb.PairResponse(challenge=pb.PairChallenge(nonce=nonce, proof=proof(key, b"holder"))))
+        answer = await _next(context.read, "proof")
+        if answer is None or not is_proof(answer.proof, proof(key, b"reader")):
+            return grpc.StatusCode.UNAUTHENTICATED, "the reader does not know the cluster token"
+        if len(answer.card) > MAX_CARD_FIELDS:
+            return grpc.StatusCode.INVALID_ARGUMENT, "protocol"
+        if different := mismatch(self.card, dict(answer.card)):
+            log.error("pair_refused reader=%s holder=%s reason=%s", reader, self.me, different)
+            return grpc.StatusCode.FAILED_PRECONDITION, different
+        self._keys[reader] = key
+        self._keys.move_to_end(reader)
+        if len(self._keys) > MAX_READERS:
+            self._keys.popitem(last=False)
+        area = self.lanes.area
+        accepted = pb.PairAccepted(
+            lanes=self.lanes.descriptors(), probe_block=area.pattern.start, probe_blocks=area.num_blocks
+        )
+        await context.write(pb.PairResponse(accepted=accepted))
+        return None
+
+
+@dataclass
+class PairClient:
+    """The reader's side. One pairing reads its probe at a time: all use the same blocks."""
+
+    me: pb.PeerAddress
+    token: str
+    card: Card
+    lanes: Lanes
+    patience_s: float
+    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _reads: set[Pull] = field(default_factory=set)
+    """Of the probe, that may still write."""
+
+    async def pair(self, stub: Any, holder: pb.PeerAddress) -> Pairing:
+        """Proves, compares, connects and measures. Raises PairingError."""
+        call = stub.Pair()
+        try:
+            async with asyncio.timeout(self.patience_s):
+                key, accepted = await self._shake_hands(call, holder)
+        except TimeoutError as error:
+            raise PairingError(PairingFault.BROKEN, "no answer") from error
+        except GONE as error:
+            raise await _refusal(call) from error
+        finally:
+            call.cancel()
+        async with self._probing:
+            return await self._choose(key, accepted, peer_name(holder.worker_id, holder.incarnation))
+
+    async def _shake_hands(self, call: Any, holder: pb.PeerAddress) -> tuple[bytes, pb.PairAccepted]:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        hello = pb.PairHello(reader=self.me, holder_incarnation=holder.incarnation, nonce=nonce)
+        await call.write(pb.PairRequest(hello=hello))
+        challenge = await _next(call.read, "challenge")
+        if challenge is None:
+            raise await _refusal(call)
+        names = (self.me.worker_id, self.me.incarnation), (holder.worker_id, holder.incarnation)
+        key = pair_key(self.token, peer_name(*names[0]), nonce, peer_name(*names[1]), challenge.nonce)
+        if not is_proof(challenge.proof, proof(key, b"holder")):
+            raise PairingError(PairingFault.REFUSED, "the holder does not know the cluster token")
+        await call.write(pb.PairRequest(proof=pb.PairProof(proof=proof(key, b"reader"), card=self.card)))
+        accepted = await _next(call.read, "accepted")
+        if accepted is None:
+            raise await _refusal(call)
+        return key, accepted
+
+    async def _choose(self, key: bytes, accepted: pb.PairAccepted, holder: str) -> Pairing:
+        """Connects over each lane that both have, reads the probe, and puts the fastest first."""
+        working, failures = [], []
+        for name, transport in self.lanes.transports.items():
+            if name not in accepted.lanes:
+                failures.append(f"{name}: the other side does not offer it")
+                continue
+            try:
+                async with asyncio.timeout(self.patience_s):
+                    working.append(await self._measure(transport, holder, accepted))
+            except (TransferError, TimeoutError) as error:
+                failures.append(f"{name}: {str(error) or 'no answer'}")
+        if not working:
+            raise PairingError(PairingFault.NO_LANE, "; ".join(failures) or "no lane in common")
+        measured = [Measured(lane.name, lane.gbps) for lane in working]
+        tells = accepted.probe_blocks * self.lanes.block_bytes >= MIN_PROBE_BYTES
+        best = fastest(measured) if tells else measured[0]
+        working.sort(key=lambda lane: lane.name != best.lane)
+        told = ", ".join(f"{lane.name} {lane.gbps:.2f} GB/s" for lane in working)
+        log.info("paired reader=%s holder=%s lane=%s measured: %s", self.me.worker_id, holder, best.lane, told)
+        note = "; ".join(failures)
+        if not note and best.lane != self.lanes.first.name:
+            note = f"slower: {told}"
+        if note:
+            log.warning(
+                "lane_fallback reader=%s holder=%s lane=%s reason=%s", self.me.worker_id, holder, best.lane, note
+            )
+        return Pairing(key, working, note)
+
+    async def _measure(self, transport: Transport, holder: str, accepted: pb.PairAccepted) -> PairedLane:
+        lanes = self.lanes
+        if self._reads:
+            raise TransferError(TransferFault.FAILED, "an earlier read of a probe is not over")
+        peer = await transport.connect(holder, accepted.lanes[transport.name])
+        count = min(accepted.probe_blocks, lanes.area.num_blocks)
+        pattern, targets = range(accepted.probe_block, accepted.probe_block + count), lanes.area.scratch[:count]
+        gbps = await read_probe(transport, peer, holder, pattern, lanes.memory, lanes.block_bytes, targets, self._track)
+        return PairedLane(transport, peer, gbps)
+
+    def _track(self, pull: Pull) -> None:
+        self._reads.add(pull)
+        pull.terminal.add_done_callback(lambda _: self._reads.discard(pull))
+
+
+async def _next(read: Any, kind: str) -> Any:
+    """The next message if it is of that kind; None when it is another one or the stream is over."""
+    message = await read()
+    if message is grpc.aio.EOF or message.WhichOneof("kind") != kind:
+        return None
+    return getattr(message, kind)
+
+
+async def _refusal(call: Any) -> PairingError:
+    """What the call's status means; the call is over."""
+    code, details = await call.code(), await call.details()
+    if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
+        return PairingError(PairingFault.REFUSED, details)
+    return PairingError(PairingFault.BROKEN, code.name)

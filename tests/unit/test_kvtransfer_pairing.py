@@ -1,0 +1,257 @@
+"""Who may read from whom, and over which lane: the pure part, and both ends over real streams."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.pairing import Measured, card_of, fastest, lease_proof, mismatch, pair_key, proof
+from kvtransfer.service import End, HandOffRecord
+from kvtransfer.transports.base import Pull, TransferError, TransferFault, failed_pull
+from kvtransfer.transports.memory import MemoryTransport
+from kvtransfer.transports.tcp import TcpTransport
+from tests.lanes_fixtures import CARD
+from tests.unit.test_kvtransfer_service import KEY, World, in_loop, until, world
+
+IDENTITY = {"weights": b"\x01\x02", "kv_dtype": "float32", "tp": 2}
+Tcp = partial(TcpTransport, token="secret")
+
+
+# --- pure
+
+
+def test_a_card_says_in_words_what_an_identity_hashes() -> None:
+    assert card_of(IDENTITY, 16) == {
+        "protocol": "1",
+        "block_size": "16",
+        "weights": "0102",
+        "kv_dtype": "float32",
+        "tp": "2",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(card_of(IDENTITY, 16)))
+def test_every_part_that_differs_is_named_with_both_values(name: str) -> None:
+    card = card_of(IDENTITY, 16)
+    assert mismatch(card, dict(card)) == ""
+    assert mismatch(card, card | {name: "other"}) == f"{name}: {card[name]} here, other there"
+    missing = {key: value for key, value in card.items() if key != name}
+    assert mismatch(missing, card) == f"{name}: nothing here, {card[name]} there"
+
+
+def test_another_protocol_is_the_reason_whatever_else_differs() -> None:
+    assert mismatch({"protocol": "1", "a": "1"}, {"protocol": "2", "a": "2"}).startswith("protocol: 1 here, 2 there")
+
+
+def test_what_a_peer_says_is_cut_before_it_is_repeated() -> None:
+    assert len(mismatch({"a": "1"}, {"a": "x" * 10_000, "b" * 10_000: ""})) < 300
+
+
+def test_a_key_depends_on_the_token_both_names_and_both_nonces() -> None:
+    said = ("token", "reader", b"r" * 16, "holder", b"h" * 16)
+    keys = {pair_key(*said)}
+    for place, other in enumerate(("t", "re", b"R" * 16, "ader", b"H" * 16)):
+        keys.add(pair_key(*said[:place], other, *said[place + 1 :]))  # type: ignore[arg-type]
+    assert len(keys) == 6
+    # fields cannot slide into each other
+    assert pair_key("t", "ab", b"c", "d", b"") != pair_key("t", "a", b"bc", "d", b"")
+
+
+def test_proofs_of_the_two_sides_and_of_leases_are_all_different() -> None:
+    key = b"k" * 32
+    leases = [("r", 0, b""), ("r", 1, b""), ("s", 0, b""), ("r", 0, b"h")]
+    assert len({proof(key, b"reader"), proof(key, b"holder"), *(lease_proof(key, *lease) for lease in leases)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("measured", "best"),
+    [
+        ([("ucx", 6.0), ("tcp", 2.0)], "ucx"),
+        ([("ucx", 2.0), ("tcp", 2.9)], "ucx"),
+        ([("ucx", 0.3), ("tcp", 2.0)], "tcp"),
+        ([("tcp", 1.0)], "tcp"),
+    ],
+)
+def test_the_preferred_lane_is_used_unless_another_is_clearly_faster(
+    measured: list[tuple[str, float]], best: str
+) -> None:
+    assert fastest([Measured(*lane) for lane in measured]).lane == best
+
+
+# --- both ends
+
+
+class Sick(MemoryTransport):
+    """A lane whose reads go wrong as `sickness` says. Reads of the probe are well."""
+
+    name = "sick"
+    sickness = ""
+
+    def pull(self, peer: Any, remote_blocks: Any, local_blocks: Any) -> Pull:
+        loop = asyncio.get_running_loop()
+        if self.sickness == "fails":
+            return failed_pull(loop, TransferError(TransferFault.PEER_LOST, "the wire was cut"))
+        pull = super().pull(peer, remote_blocks, local_blocks)
+        if self.sickness in ("flips once", "flips"):
+            if self.sickness == "flips once":
+                self.sickness = ""
+            target = self._own_pool().view(local_blocks[0], 1)
+            pull.done.add_done_callback(lambda _: target.__setitem__(5, target[5] ^ 4))
+        return pull
+
+
+async def hand_over(w: World) -> None:
+    """Two blocks from start to end, whatever that is."""
+    w.adopt().reserved([20, 3], skip_blocks=0)
+    w.compute(2)
+    w.first_token()
+    await w.over()
+
+
+@in_loop
+async def test_a_pairing_measures_its_lanes_and_is_made_once() -> None:
+    async with world() as w:
+        calls = []
+        serve = w.holder.pairs.serve
+
+        async def counted(context: Any) -> None:
+            calls.append(1)
+            await serve(context)
+
+        w.holder.pairs.serve = counted  # type: ignore[method-assign]
+        told: list[pb.Paired] = []
+        for _ in range(10):
+            w.reader.meet(w.address(), told.append)
+        await until(lambda: len(told) == 10)
+        assert len(calls) == 1
+        assert all(paired.lane == "memory" and paired.lane_gbps["memory"] > 0 for paired in told)
+        await hand_over(w)
+        assert w.sink.record is not None and len(calls) == 1
+
+
+@in_loop
+async def test_a_flipped_bit_is_noticed_and_read_again() -> None:
+    async with world(lane=Sick) as w:
+        await w.pair()
+        w.reader_lane.sickness = "flips once"
+        await hand_over(w)
+        assert w.sink.record == HandOffRecord((42,), 7) and w.sink.stats is not None
+        assert (w.sink.stats.corrupt_blocks, w.sink.stats.retries) == (1, 1)
+        assert [w.row(b) for b in (20, 3)] == [[100], [101]]
+        await w.assert_drained()
+        account = w.reader.accounts["prefill-0"]
+        assert (account.corrupt_blocks, account.retries, account.failures) == (1, 1, 0)
+
+
+@in_loop
+async def test_bytes_that_stay_wrong_are_never_used() -> None:
+    async with world(lane=Sick) as w:
+        await w.pair()
+        w.reader_lane.sickness = "flips"
+        await hand_over(w)
+        assert w.sink.record is None
+        assert w.sink.end == End(True, "transfer_failed", "corrupt", ())
+
+
+@in_loop
+async def test_without_checksums_a_flipped_bit_is_not_seen() -> None:
+    """Positive control of the two before: it is the digest that finds it."""
+    async with world(lane=Sick, checksums=False) as w:
+        await w.pair()
+        w.reader_lane.sickness = "flips once"
+        await hand_over(w)
+        assert w.sink.record is not None and w.row(20) == [96, 100]
+
+
+@in_loop
+async def test_a_read_that_fails_is_made_again_over_the_next_lane() -> None:
+    async with world(lane=(Sick, Tcp)) as w:
+        await w.pair()
+        w.reader_lane.sickness = "fails"
+        await hand_over(w)
+        assert w.sink.record is not None and w.sink.stats is not None
+        assert (w.sink.stats.lane, w.sink.stats.retries) == ("tcp", 1)
+        # the bad lane is the last resort from now on
+        w.source.blocks.clear()
+        w.source.record, w.sink = None, type(w.sink)()
+        await until(lambda: w.holder.leases == 0)
+        w.source.ended.clear()
+        await hand_over(w)
+        assert w.sink.stats is not None and (w.sink.stats.lane, w.sink.stats.retries) == ("tcp", 0)
+
+
+@in_loop
+async def test_a_lane_that_one_side_lacks_or_that_brings_other_bytes_is_not_used_and_the_note_says_why() -> None:
+    async with world(lane=(Sick, Tcp)) as w:
+        told: list[pb.Paired] = []
+        w.reader_lane.sickness = "flips"
+        w.reader.meet(w.address(), told.append)
+        await until(lambda: bool(told))
+        assert (told[0].lane, list(told[0].lane_gbps)) == ("tcp", ["tcp"])
+        assert told[0].note.startswith("sick: corrupt") and "probe" in told[0].note
+        await hand_over(w)
+        assert w.sink.stats is not None and w.sink.stats.lane == "tcp"
+    async with world(lane=(Tcp,), reader_lane=(MemoryTransport, Tcp)) as w:
+        told = []
+        w.reader.meet(w.address(), told.append)
+        await until(lambda: bool(told))
+        assert (told[0].lane, told[0].note) == ("tcp", "memory: the other side does not offer it")
+
+
+@in_loop
+async def test_without_a_common_lane_there_is_no_lease_and_the_next_request_tries_again() -> None:
+    async with world(lane=(Sick,)) as w:
+        w.reader_lane.sickness = "fails"
+        await hand_over(w)
+        assert w.sink.end is not None and (w.sink.end.reason, w.source.ended) == ("transfer_failed", [])
+        w.reader_lane.sickness, w.sink = "", type(w.sink)()
+        w.source.blocks.clear()
+        await hand_over(w)
+        assert w.sink.record is not None
+
+
+@in_loop
+async def test_a_reader_that_its_holder_has_forgotten_pairs_again() -> None:
+    async with world() as w:
+        await w.pair()
+        w.holder.pairs._keys.clear()
+        await hand_over(w)
+        assert w.sink.end == End(True, "lease_refused", "unpaired", ())
+        w.sink = type(w.sink)()
+        w.source.blocks.clear()
+        await hand_over(w)
+        assert w.sink.record is not None
+
+
+@in_loop
+async def test_a_holder_of_another_model_is_not_asked_again() -> None:
+    async with world(weights="xyz") as w:
+        calls = []
+        w.holder.pairs.signed = lambda request: calls.append(request) or False  # type: ignore[method-assign]
+        for _ in range(3):
+            w.sink = type(w.sink)()
+            w.adopt().reserved([1], skip_blocks=0)
+            await w.over()
+            reason = f"weights: {CARD['weights']} here, xyz there"
+            assert w.sink.end == End(True, "lease_refused", reason, ())
+        assert calls == []
+
+
+@in_loop
+async def test_a_lease_signed_for_one_request_opens_no_other() -> None:
+    async with world() as w:
+        await w.pair()
+        key = next(iter(w.holder.pairs._keys.values()))
+        fields = {
+            "reader": w.reader.me,
+            "holder_incarnation": w.incarnation,
+            "proof": lease_proof(key, "req-1", 0, b""),
+        }
+        assert w.holder.pairs.signed(pb.LeaseOpen(request_id="req-1", **fields))
+        for change in ({"request_id": "req-2"}, {"attempt": 1}, {"block_hashes": b"h" * 16}):
+            assert not w.holder.pairs.signed(pb.LeaseOpen(**({"request_id": "req-1"} | fields | change)))
+        assert KEY not in w.holder._served
