@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headrace.v1 import admin_pb2, inference_pb2
@@ -102,6 +103,27 @@ def print_status(answer: admin_pb2.StatusResponse) -> None:
             row = ["-", session, *["-"] * (len(columns) - 3)]
         table.add_row(view.worker_id, *row)
     console.print(table)
+    for view in answer.workers:
+        if view.refused:
+            console.print(f"[red]{view.worker_id} is not used:[/red] {escape(view.refused)}")
+    if any(view.status.pairs for view in answer.workers):
+        console.print()
+        console.print(_pairs(answer))
+
+
+def _pairs(answer: admin_pb2.StatusResponse) -> Table:
+    """Who has read how much KV from whom."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("reader", "from", "lane", "measured", "read", "in flight", "exposed", "reads", "again", "failed"):
+        left = column in ("reader", "from", "lane")
+        table.add_column(column, no_wrap=True, justify="left" if left else "right")
+    for view in answer.workers:
+        for pair in view.status.pairs:
+            speed, size = f"{pair.lane_gbps:.1f} GB/s", f"{pair.bytes / 2**20:,.1f} MiB"
+            times = (f"{1e3 * pair.transfer_s:,.0f} ms", f"{1e3 * pair.exposed_s:,.0f} ms")
+            counts = (str(pair.reads), str(pair.retries), str(pair.failures))
+            table.add_row(view.worker_id, pair.holder_id, pair.lane, speed, size, *times, *counts)
+    return table
 
 
 def print_cache(answer: admin_pb2.StatusResponse) -> None:

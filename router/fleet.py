@@ -170,6 +170,7 @@ class Fleet:
                 address=session.address,
                 connected=session.connected,
                 status=answer,
+                refused=session.refused,
             )
             for session, answer in zip(sessions, answers, strict=True)
         ]

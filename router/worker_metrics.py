@@ -87,6 +87,18 @@ _GAUGES = (
     ("host_kv_free_blocks", "free_host_blocks", "Those that preempted requests may take"),
 )
 """(name without prefix, field of the worker's account, text)."""
+_PAIRS = (
+    ("kv_pair_read_bytes", "bytes", CounterMetricFamily, "KV that a worker has read from another"),
+    ("kv_pair_transfer_seconds", "transfer_s", CounterMetricFamily, "Time in which such reads were in flight"),
+    ("kv_pair_exposed_seconds", "exposed_s", CounterMetricFamily, "Of it, what requests waited for behind the prefill"),
+    ("kv_pair_reads", "reads", CounterMetricFamily, "Such reads"),
+    ("kv_pair_stalls", "stalls", CounterMetricFamily, "Times that one moved nothing for a while"),
+    ("kv_pair_retries", "retries", CounterMetricFamily, "Reads that were made again after they failed"),
+    ("kv_pair_failures", "failures", CounterMetricFamily, "Reads that failed for good"),
+    ("kv_pair_corrupt_blocks", "corrupt_blocks", CounterMetricFamily, "Blocks that came with other bytes"),
+    ("kv_pair_lane_gbps", "lane_gbps", GaugeMetricFamily, "Speed of the pair's lane as measured, 10^9 bytes a second"),
+)
+"""(name without prefix and suffix, field of the worker's PairStatus, kind, text)."""
 _HISTOGRAMS = (
     ("step_seconds", "A step from its planning to its result"),
     ("step_predicted_seconds", "The same as predicted, of steps that were"),
@@ -155,6 +167,12 @@ class WorkerMetrics(Collector):
                 for state, blocks in states.items():
                     tiers.add_metric((*self._labels(answer), tier.name, state), float(blocks))
         yield tiers
+        for name, field, family, text in _PAIRS:
+            pairs = family(f"headrace_{name}", text, labels=(*_LABELS, "holder", "lane"))
+            for answer in answers:
+                for pair in answer.pairs:
+                    pairs.add_metric((*self._labels(answer), pair.holder_id, pair.lane), float(getattr(pair, field)))
+            yield pairs
         yield self._by("worker_refusals", "reason", CounterMetricFamily, "refusals", "Requests refused by a worker")
         text = "Weighted tokens that a worker has served, by its share; those that had most"
         yield self._by("worker_tenant_service", "tenant", GaugeMetricFamily, "tenant_service", text)

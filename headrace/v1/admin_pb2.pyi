@@ -84,20 +84,22 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ..., index_entries: _Optional[int] = ..., index_bytes: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "connected", "status")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "connected", "status", "refused")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
     address: str
     connected: bool
     status: _worker_pb2.WorkerStatusResponse
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatusResponse, _Mapping]] = ...) -> None: ...
+    refused: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., status: _Optional[_Union[_worker_pb2.WorkerStatusResponse, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("model", "gateway", "workers", "siblings")

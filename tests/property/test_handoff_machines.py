@@ -20,7 +20,12 @@ from kvtransfer.core import lease as ls
 
 BLOCK_SIZE = 4
 ENDS = {h.HandoffState.ACTIVE, h.HandoffState.CANCELLED, h.HandoffState.FAILED}
-FAULTS = ("cancel", "revoke", "request_ended", "break", "pull_fails", "holder_crash", "reader_crash")
+FAULTS = ("cancel", "revoke", "request_ended", "break", "pull_fails", "flip", "holder_crash", "reader_crash")
+MAX_RETRIES = 2
+
+
+def digest(content: str) -> int:
+    return int.from_bytes(content.encode(), "big")
 
 
 class World:
@@ -29,8 +34,14 @@ class World:
     """
 
     def __init__(
-        self, rng: random.Random, faults: set[str], holder: type[ls.Lease] = ls.Lease, is_fetch: bool = False
+        self,
+        rng: random.Random,
+        faults: set[str],
+        holder: type[ls.Lease] = ls.Lease,
+        is_fetch: bool = False,
+        digests: bool = True,
     ) -> None:
+        self.digests = digests
         self.rng, self.faults, self.holder_class, self.is_fetch = rng, faults, holder, is_fetch
         self.num_blocks, self.spare = rng.randint(1, 8), rng.randint(0, 2)
         self.skip = 0 if is_fetch else rng.randint(0, self.num_blocks - 1)
@@ -47,7 +58,8 @@ class World:
         if is_fetch:
             self.record = ls.whole_blocks(self.num_blocks, BLOCK_SIZE)
         self.lease: ls.Lease | None = None
-        self.reader = h.Handoff(BLOCK_SIZE, is_fetch=is_fetch)
+        self.reader = h.Handoff(BLOCK_SIZE, is_fetch=is_fetch, max_retries=MAX_RETRIES)
+        self.retries = 0
         self.to_holder: deque[object] = deque()
         self.to_reader: deque[object] = deque()
         self.connected = True
@@ -58,6 +70,7 @@ class World:
         self.ended: h.End | None = None
         self.activated = False
         self.reader_alive = True
+        self.flipped = False
 
     # --- shells
 
@@ -75,6 +88,8 @@ class World:
                 case h.Pull(action_id=action_id):
                     assert not self.reads or set(self.reads) <= self.abandoned
                     self.reads[action_id] = action
+                    self.retries += action.retry > 0
+                    assert self.retries <= MAX_RETRIES
                 case h.AbandonPull(action_id=action_id):
                     self.abandoned.add(action_id)
                 case h.Activate():
@@ -134,7 +149,7 @@ class World:
                 if action_id not in self.abandoned:
                     self.copy(pull)
                 del self.reads[action_id]
-                done = [] if action_id in self.abandoned else self.reader.pull_done(action_id)
+                done = [] if action_id in self.abandoned else self.arrived(pull)
                 over = self.reader.read_terminal(action_id)
                 if self.reader_alive:
                     self.reader_does([*over, *done] if self.rng.random() < 0.5 else [*done, *over])
@@ -154,6 +169,10 @@ class World:
             case "reader_crash":
                 self.reader_alive = False
                 self.disconnect()
+            case "flip":
+                if self.reads:
+                    self.reader_memory[self.rng.choice(list(self.reads.values())).local_blocks[-1]] = "flipped"
+                    self.flipped = True
             case "pull_fails":
                 for action_id in set(self.reads) - self.abandoned:
                     terminal = self.rng.random() < 0.5
@@ -173,6 +192,15 @@ class World:
             self.holder_does(self.lease.broken())
         if self.reader_alive and self.reader.state in h.LEASED:
             self.reader_does(self.reader.broken())
+
+    def arrived(self, pull: h.Pull) -> list[h.HandoffAction]:
+        """What the shell makes of a read that is done: the digests decide."""
+        if self.flipped:  # the bit came after the last copy
+            self.reader_memory[pull.local_blocks[-1]], self.flipped = "flipped", False
+        found = tuple(digest(self.reader_memory[block]) for block in pull.local_blocks)
+        if found == pull.digests or not self.digests:
+            return self.reader.pull_done(pull.action_id)
+        return self.reader.pull_failed(pull.action_id, "corrupt", True)
 
     def copy(self, pull: h.Pull) -> None:
         """A read moves bytes now; blocks that it writes may be nobody else's."""
@@ -204,7 +232,8 @@ class World:
             case "opened":
                 self.reader_does(self.reader.opened("lease-1"))
             case ls.Announce(first=first, blocks=blocks):
-                self.reader_does(self.reader.announced(first, blocks))
+                digests = [digest(f"kv{first + i}") for i in range(len(blocks))] if self.digests else []
+                self.reader_does(self.reader.announced(first, blocks, digests))
             case ls.SendHandOff(record=record):
                 self.reader_does(self.reader.handed_off(record))
             case ls.SendHeld():
@@ -255,11 +284,18 @@ def test_without_faults_every_hand_off_becomes_active_and_is_released_completed(
 
 
 @settings(max_examples=600, deadline=None)
-@given(seed=st.integers(0, 2**32), faults=st.sets(st.sampled_from(FAULTS), min_size=1), is_fetch=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    faults=st.sets(st.sampled_from(FAULTS), min_size=1),
+    is_fetch=st.booleans(),
+    digests=st.booleans(),
+)
 def test_whatever_fails_there_is_one_end_and_no_block_is_lost_or_wrong(
-    seed: int, faults: set[str], is_fetch: bool
+    seed: int, faults: set[str], is_fetch: bool, digests: bool
 ) -> None:
-    assert_settled(drive(World(random.Random(seed), faults, is_fetch=is_fetch)))
+    """Without digests nothing finds a flipped bit, so none is flipped."""
+    faults = faults if digests else faults - {"flip"}
+    assert_settled(drive(World(random.Random(seed), faults, is_fetch=is_fetch, digests=digests)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -289,9 +325,20 @@ def test_the_checker_catches_a_holder_that_says_held_for_released_blocks(is_fetc
     caught = 0
     for seed in range(200):
         try:
-            drive(World(random.Random(seed), {"request_ended"}, Careless, is_fetch))
-        except AssertionError:
-            caught += 1
+            drive(World(random.Random(seed), {"request_ended"}, Careless, is_fetch, digests=False))
+        except AssertionError as error:
+            caught += "foreign" in str(error)
+    assert caught > 0
+
+
+def test_the_checker_catches_a_flipped_bit_that_no_digest_was_told_for() -> None:
+    """Positive control."""
+    caught = 0
+    for seed in range(200):
+        try:
+            drive(World(random.Random(seed), {"flip"}, digests=False))
+        except AssertionError as error:
+            caught += "flipped" in str(error)
     assert caught > 0
 
 
@@ -326,8 +373,9 @@ def test_a_reader_survives_any_holder(data: st.DataObject) -> None:
             case "opened":
                 actions = reader.opened(data.draw(st.sampled_from(["a", "b"])))
             case "announced":
-                first = data.draw(st.integers(0, 5))
-                actions = reader.announced(first, data.draw(st.lists(st.integers(0, 9), max_size=5)))
+                first, digests = data.draw(st.integers(0, 5)), st.lists(st.integers(0, 3), max_size=5)
+                blocks = data.draw(st.lists(st.integers(0, 9), max_size=5))
+                actions = reader.announced(first, blocks, data.draw(digests) if data.draw(st.booleans()) else [])
             case "record":
                 ids = tuple(data.draw(st.lists(st.integers(0, 9), max_size=2)))
                 finished = data.draw(st.booleans())
