@@ -21,6 +21,7 @@ from workers.core.request import Request
 
 if TYPE_CHECKING:
     from bench.simulate.gateways import Gateway
+    from bench.simulate.handoff import HandOff
 
 ROOT = b"simulated"
 MAX_TOKENS = 2_048
@@ -61,9 +62,8 @@ class Leg:
     live: bool = True
     source: Leg | None = None
     """decode: where the blocks come from."""
-    sent_blocks: int = 0
-    """decode: blocks of the source that are here, or on their way."""
-    arrives_at: float = 0.0
+    hand_off: HandOff | None = None
+    """Of the source and the decode that has room for it."""
 
 
 @dataclass(slots=True, eq=False)

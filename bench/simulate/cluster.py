@@ -2,12 +2,14 @@
 
     job -> gateway: choose -> (wire) -> worker: submit -> steps -> tokens
                                    pair: started -> (wire) -> gateway: choose_decode -> (wire) -> adopt
-                                         blocks flow as chunks end; activate after the last one -> release at P
+                                         the hand-off's machines (`bench.simulate.handoff`) -> activate, release
 
 A gateway learns of loads and caches late, books what it has sent, and never looks into a worker. A worker that dies
 takes its blocks along; its requests go on elsewhere with the tokens that they have. One seed gives one run.
 
 Block hashes come from the names of a job's pieces, one piece a block: equal leading names are a shared prefix.
+
+Longer than others: what happens to a call and what happens at a worker are one list of events.
 
 Does not: charge for tokenizing, hashing or deciding (`python -m bench routing` measures that), or lose messages.
 """
@@ -22,12 +24,15 @@ from itertools import count
 from bench.simulate.calls import MAX_TOKENS, ROOT, Call, ClusterRun, ClusterSpec, Leg, Prompts
 from bench.simulate.fleet import ClusterWorker
 from bench.simulate.gateways import Gateway
+from bench.simulate.handoff import HandOff
 from bench.simulate.worker import EOS, FILLER, Outcome, Step
 from bench.simulate.workload import Job
 from headrace.core.records import FinishReason
 from headrace.core.slo import Timeline
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
+from kvtransfer.core.handoff import End
+from kvtransfer.core.lease import HandOffRecord
 from router.core.placement import Mode
 from workers.core.plan import StepPlan, StepResult
 from workers.core.request import Request, State
@@ -261,18 +266,15 @@ class Cluster:
             return
         worker.changed(self.now)
         if leg.kind == "decode" and leg.request.state in (State.WAITING, State.TRANSFERRING):
-            worker.scheduler.finish_adoption(leg.request.key, reason, (), self.now)
+            if leg.hand_off is not None:
+                leg.hand_off.cancelled()
+            else:
+                worker.scheduler.finish_adoption(leg.request.key, reason, (), self.now)
         else:
             worker.scheduler.finish(leg.request.key, reason, self.now)
+            if leg.kind == "prefill" and leg.hand_off is not None:
+                leg.hand_off.source_ended()
         self._kick(worker)
-
-    def _release(self, leg: Leg) -> None:
-        """The reader has everything."""
-        worker = leg.worker
-        if worker.alive and worker.legs.pop(leg.request.key, None) is not None:
-            worker.changed(self.now)
-            worker.scheduler.release_handed_off(leg.request.key, self.now)
-            self._kick(worker)
 
     def _kick(self, worker: ClusterWorker) -> None:
         """Something has changed: adoptions may come in, and an idle worker may have something to compute."""
@@ -282,8 +284,9 @@ class Cluster:
         self._notice_lost(worker)
         for key in scheduler.reserve_adoptions(self.now):
             decode = worker.legs[key]
-            decode.sent_blocks = decode.request.computed_tokens // worker.pool.block_size
-            self._flow(decode)
+            if decode.source is not None:
+                decode.hand_off = decode.source.hand_off = HandOff(self, decode.source, decode)
+                decode.hand_off.reserved()
         if worker.step is not None:
             return
         begun = worker.begin_step(self.now)
@@ -351,8 +354,8 @@ class Cluster:
                 leg.call.token_times.append(now)
         for key in events.computed:
             leg = worker.legs.get(key)
-            if leg is not None and leg.kind == "prefill" and (decode := leg.call.leg("decode")) is not None:
-                self._flow(decode)
+            if leg is not None and leg.kind == "prefill" and leg.hand_off is not None:
+                leg.hand_off.computed()
         for key, reason in events.finished:
             leg = worker.legs.pop(key, None)
             if leg is not None and leg.live:
@@ -363,33 +366,39 @@ class Cluster:
 
     # ---- hand-off
 
-    def _flow(self, leg: Leg) -> None:
-        """Blocks that the source has complete go over its lane, to a reader that has room for them."""
-        source, request = leg.source, leg.request
-        if source is None or not leg.live or request.state is not State.TRANSFERRING:
-            return
-        done = source.request.state is State.TRANSFERRING
-        size = source.worker.pool.block_size
-        complete = -(-source.request.computed_tokens // size) if done else source.request.computed_tokens // size
-        more = complete - leg.sent_blocks
-        lane = source.worker
-        if more > 0:
-            lane.lane_free_at = max(self.now, lane.lane_free_at) + more * self.spec.block_transfer_s
-            leg.sent_blocks = complete
-            leg.arrives_at = lane.lane_free_at
-        if done:
-            self._at(max(self.now, leg.arrives_at) + WIRE_S, partial(self._activate, leg))
+    def on_the_wire(self, heard: Callable[[], None]) -> None:
+        """A message between two workers."""
+        self._later(WIRE_S, heard)
 
-    def _activate(self, leg: Leg) -> None:
-        worker, source = leg.worker, leg.source
-        if not worker.alive or not leg.live or source is None:
-            return
+    def over_the_lane(self, source: ClusterWorker, num_blocks: int, came: Callable[[], None]) -> None:
+        """Blocks that a worker sends one after the other."""
+        source.lane_free_at = max(self.now, source.lane_free_at) + num_blocks * self.spec.block_transfer_s
+        self._at(source.lane_free_at, came)
+
+    def activated(self, leg: Leg, record: HandOffRecord) -> None:
+        worker = leg.worker
         worker.changed(self.now)
-        sent = source.request
-        worker.scheduler.activate(leg.request.key, sent.output_ids, sent.computed_tokens, self.now)
-        source.live = False
-        self._later(WIRE_S, partial(self._release, source))
+        worker.scheduler.activate(leg.request.key, record.output_ids, record.num_tokens, self.now)
+        if leg.source is not None:
+            leg.source.live = False
         self._kick(worker)
+
+    def released(self, source: Leg) -> None:
+        """The reader has everything."""
+        worker = source.worker
+        if worker.legs.pop(source.request.key, None) is not None:
+            worker.changed(self.now)
+            worker.scheduler.release_handed_off(source.request.key, self.now)
+            self._kick(worker)
+
+    def hand_off_ended(self, leg: Leg, end: End) -> None:
+        reason = FinishReason.ERROR if end.failed else FinishReason.CANCELLED
+        leg.worker.changed(self.now)
+        leg.worker.scheduler.finish_adoption(leg.request.key, reason, end.quarantined, self.now)
+        leg.worker.legs.pop(leg.request.key, None)
+        if end.failed:
+            self._later(WIRE_S, partial(self._failed, leg, end.reason))
+        self._kick(leg.worker)
 
     # ---- time
 

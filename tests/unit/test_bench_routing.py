@@ -16,6 +16,7 @@ from headrace.core.predictor import StepShape
 from headrace.core.records import FinishReason, Role
 from headrace.core.slo import ttft_s
 from kvtransfer.core.identity import block_hashes
+from kvtransfer.core.lease import Lease
 from router.core.placement import Mode
 
 BLOCK = 16
@@ -94,6 +95,15 @@ def test_pairs_hand_requests_over_and_leave_nothing(mode: Mode) -> None:
     assert_complete(run)
     if mode is Mode.DISAGGREGATED:
         assert run.prefilled[2:] == [0, 0]
+
+
+def test_a_hand_off_goes_by_the_machines_of_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    verify = Lease.verify
+    monkeypatch.setattr(Lease, "verify", lambda self, **said: held.append(self.lease_id) or verify(self, **said))
+    jobs = [Job(0.1 * n, 300, 4) for n in range(5)]
+    run = simulated(jobs, worker(Role.PREFILL), worker(Role.DECODE), mode=Mode.DISAGGREGATED)
+    assert len(held) == 5 and all(len(outcome.timeline.token_times) == 4 for outcome in run.outcomes)
 
 
 def test_a_hand_off_exposes_only_its_last_chunk() -> None:
