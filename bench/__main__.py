@@ -12,6 +12,9 @@ python -m bench longprompt [--mix]      what a long prompt does to those who dec
                                         between tokens; with --mix random arrivals under an ITL target
 python -m bench prefix [--address HOST:PORT] [--api-key KEY --api-key OTHERS_KEY]
                                         what a shared prefix saves on a running deployment: reuse, fetch, tenants
+python -m bench kv [lanes|handoffs|exposed]
+                                        KV between two processes against a plain copy and a bare socket; a hundred
+                                        hand-offs at a time; what a client of a running deployment waits for it
 python -m bench route [quality|trace NAME|gateways|grid]
                                         routing policies over eight virtual workers: hits, latency, balance, goodput
 python -m bench routing                 what the router costs: prefix look-ups on a trace (beside Dynamo's radix tree
@@ -103,6 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     route.add_argument("--traces", default="../shared/traces", help="trace: the folder that has them")
     route.add_argument("--requests", type=int, help="trace: only so many, from the first on")
     route.add_argument("--speed", type=float, default=1.0, help="trace: times as fast as recorded")
+    channel = commands.add_parser("kv")
+    channel.add_argument("what", choices=["lanes", "handoffs", "exposed"])
+    channel.add_argument("--tokens", type=int, nargs="+", help="lanes: 256 to 1456 (64 MiB); handoffs, exposed: 2000")
+    channel.add_argument("--rounds", type=int, default=9)
+    channel.add_argument("--at-a-time", type=int, default=100, help="handoffs")
+    channel.add_argument("--no-checksums", action="store_true", help="handoffs")
+    channel.add_argument("--address", default="127.0.0.1:50051", help="exposed")
+    channel.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="exposed: of the prompts")
     tiers = commands.add_parser("tiers")
     tiers.add_argument("--prefix", type=int, default=2000, help="tokens of the shared prefix")
     tiers.add_argument("--rounds", type=int, default=3)
@@ -150,6 +161,15 @@ def main() -> None:
         from bench import prefix
 
         prefix.run(args.address, args.api_key, args.prefix, args.busy, args.rounds, args.seed)
+    elif args.name == "kv":
+        from bench import kv
+
+        if args.what == "lanes":
+            kv.lanes(args.tokens or (256, 512, 1024, 1456), args.rounds)
+        elif args.what == "handoffs":
+            kv.handoffs((args.tokens or [2000])[0], args.at_a_time, args.rounds, not args.no_checksums)
+        else:
+            kv.exposed(args.address, (args.tokens or [2000])[0], args.rounds, args.seed)
     elif args.name == "tiers":
         from bench import tiers
 
