@@ -1,4 +1,5 @@
-"""What every transport is: registered pools, peers, and pulls of whole blocks from a peer's pool into one's own.
+"""What every transport is: registered pools, peers, and pulls of blocks, or of a part of each, from a peer's pool into
+one's own.
 
 A transport belongs to one asyncio loop; all methods are called there. Nothing writes into a peer's memory.
 """
@@ -49,6 +50,17 @@ class TransferError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The bytes of each block that a pull moves: these many from `remote_offset` of the peer's block to `local_offset`
+    of the own one. Offsets in bytes.
+    """
+
+    remote_offset: int
+    local_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PullStats:
     bytes: int
     seconds: float
@@ -69,21 +81,19 @@ class Descriptor:
         return bytes(msgpack.packb([self.transport, self.peer_id, self.num_blocks, self.block_bytes, self.details]))
 
     @staticmethod
-    def decode(data: bytes, transport: str, peer_id: str, block_bytes: int) -> Descriptor:
-        """Raises TransferError(failed) when it is malformed, another process's, or does not fit the reader's pool."""
+    def decode(data: bytes, transport: str, peer_id: str) -> Descriptor:
+        """Raises TransferError(failed) when it is malformed, of another lane or another process's."""
         try:
             if len(data) > MAX_DESCRIPTOR_BYTES:
                 raise ValueError("too long")
             found = Descriptor(*msgpack.unpackb(data))
-            if [type(part) for part in (found.peer_id, found.num_blocks, found.details)] != [str, int, bytes]:
-                raise ValueError("wrong types")
+            parts = (found.peer_id, found.num_blocks, found.block_bytes, found.details)
+            if [type(part) for part in parts] != [str, int, int, bytes] or min(found.num_blocks, found.block_bytes) < 1:
+                raise ValueError("wrong types or sizes")
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
-        if (found.transport, found.block_bytes) != (transport, block_bytes):
-            raise TransferError(
-                TransferFault.FAILED,
-                f"cannot pair {transport}/{block_bytes} with {found.transport}/{found.block_bytes} (lane/block bytes)",
-            )
+        if found.transport != transport:
+            raise TransferError(TransferFault.FAILED, f"cannot pair lane {transport} with {found.transport}")
         if found.peer_id != peer_id:
             raise TransferError(TransferFault.FAILED, "stale: the descriptor is another incarnation's")
         return found
@@ -111,18 +121,48 @@ class Pool:
         self.block_bytes = block_bytes
         self.num_blocks = memory.nbytes // block_bytes
 
-    def view(self, first_block: int, num_blocks: int) -> memoryview:
-        start = first_block * self.block_bytes
-        return self.memory.data[start : start + num_blocks * self.block_bytes]
+    def views(self, blocks: Sequence[int], offset: int, num_bytes: int, max_bytes: int) -> Iterator[memoryview]:
+        """The memory of these bytes of each block, in that order. Whole blocks that follow each other come as one view,
+        of at most `max_bytes` unless one block is longer.
+        """
+        longest = max(1, max_bytes // num_bytes) if num_bytes == self.block_bytes else 1
+        for first, length in runs(blocks, longest):
+            start = first * self.block_bytes + offset
+            yield self.memory.data[start : start + length * num_bytes]
 
-    def check_targets(self, remote_blocks: Sequence[int], local_blocks: Sequence[int], remote_total: int) -> None:
-        """Own blocks are an invariant (InvariantError); the peer's are its claim (TransferError)."""
+    def refusal(self, blocks: Sequence[int], offset: int, num_bytes: int) -> str:
+        """Why a peer may not read these bytes of these blocks, or ""."""
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_blocks):
+            return "unknown block"
+        if num_bytes < 1 or offset < 0 or offset + num_bytes > self.block_bytes:
+            return f"bytes {offset} to {offset + num_bytes} are outside a block of {self.block_bytes}"
+        return ""
+
+    def check_pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None) -> Cut:
+        """What moves of each block. Own blocks are an invariant (InvariantError); the peer's are its claim
+        (TransferError).
+        """
         if len(remote_blocks) != len(local_blocks) or len(set(local_blocks)) != len(local_blocks):
             raise InvariantError("a pull pairs each remote block with one own block")
         if local_blocks and not (min(local_blocks) >= 0 and max(local_blocks) < self.num_blocks):
             raise InvariantError("own block outside the pool")
-        if remote_blocks and not (min(remote_blocks) >= 0 and max(remote_blocks) < remote_total):
+        if remote_blocks and not (min(remote_blocks) >= 0 and max(remote_blocks) < peer.num_blocks):
             raise TransferError(TransferFault.FAILED, "unknown remote block")
+        if cut is None:
+            if peer.block_bytes != self.block_bytes:
+                raise TransferError(
+                    TransferFault.FAILED,
+                    f"whole blocks of {peer.block_bytes} bytes ({peer.peer_id}) do not fit own ones of "
+                    f"{self.block_bytes}",
+                )
+            return Cut(0, 0, self.block_bytes)
+        if cut.num_bytes < 1 or cut.local_offset < 0 or cut.local_offset + cut.num_bytes > self.block_bytes:
+            raise InvariantError(f"{cut} is outside an own block of {self.block_bytes} bytes")
+        if cut.remote_offset < 0 or cut.remote_offset + cut.num_bytes > peer.block_bytes:
+            raise TransferError(
+                TransferFault.FAILED, f"{cut} is outside a block of {peer.block_bytes} bytes ({peer.peer_id})"
+            )
+        return cut
 
 
 def runs(blocks: Sequence[int], max_length: int) -> Iterator[tuple[int, int]]:
@@ -203,6 +243,8 @@ class Peer(Protocol):
 
     peer_id: str
     num_blocks: int
+    block_bytes: int
+    """May differ from the own one: a worker of another parallel degree has other heads in a block."""
 
 
 class Transport(Protocol):
@@ -219,8 +261,13 @@ class Transport(Protocol):
     async def connect(self, peer_id: str, descriptor: bytes) -> Peer:
         """Again with the same arguments gives the same peer. Raises TransferError."""
 
-    def pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
-        """Starts reading. A read that moves nothing for the transport's `read_timeout_s` fails with timeout."""
+    def pull(
+        self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None = None
+    ) -> Pull:
+        """Starts reading `cut` of each block, or whole blocks: the read fails when those of the two sides differ in
+        size. Whole blocks that follow each other on both sides move as one piece. A read that moves nothing for the
+        transport's `read_timeout_s` fails with timeout.
+        """
 
     async def disconnect(self, peer: Peer) -> None:
         """Forgets a peer, once its last read is terminal. Again is a no-op."""

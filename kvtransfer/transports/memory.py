@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headrace.errors import InvariantError
 from kvtransfer.transports.base import (
+    Cut,
     Descriptor,
     Peer,
     Pool,
@@ -31,6 +32,7 @@ _REGISTRY: dict[str, MemoryTransport] = {}
 class MemoryPeer:
     peer_id: str
     num_blocks: int
+    block_bytes: int
 
 
 class MemoryTransport:
@@ -58,22 +60,24 @@ class MemoryTransport:
         return Descriptor(self.name, self.peer_id, pool.num_blocks, pool.block_bytes, b"").encode()
 
     async def connect(self, peer_id: str, descriptor: bytes) -> MemoryPeer:
-        found = Descriptor.decode(descriptor, self.name, peer_id, self._own_pool().block_bytes)
+        found = Descriptor.decode(descriptor, self.name, peer_id)
         if peer_id not in _REGISTRY:
             raise TransferError(TransferFault.PEER_LOST, "no such pool")
-        return MemoryPeer(peer_id, found.num_blocks)
+        return MemoryPeer(peer_id, found.num_blocks, found.block_bytes)
 
-    def pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
+    def pull(
+        self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None = None
+    ) -> Pull:
         loop = asyncio.get_running_loop()
         try:
-            self._own_pool().check_targets(remote_blocks, local_blocks, peer.num_blocks)
+            cut = self._own_pool().check_pull(peer, remote_blocks, local_blocks, cut)
             holder = _REGISTRY.get(peer.peer_id)
             if holder is None:
                 raise TransferError(TransferFault.PEER_LOST, "no such pool")
         except TransferError as error:
             return failed_pull(loop, error)
         pull = Pull(loop, lambda: None)
-        task = loop.create_task(self._read(holder, list(remote_blocks), list(local_blocks), pull))
+        task = loop.create_task(self._read(holder, list(remote_blocks), list(local_blocks), cut, pull))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return pull
@@ -105,7 +109,7 @@ class MemoryTransport:
 
     # --- reading
 
-    async def _read(self, holder: MemoryTransport, remote: list[int], local: list[int], pull: Pull) -> None:
+    async def _read(self, holder: MemoryTransport, remote: list[int], local: list[int], cut: Cut, pull: Pull) -> None:
         pool, source, loop = self._own_pool(), holder._own_pool(), asyncio.get_running_loop()
         progress = Progress(loop.time())
         timer = loop.call_later(0, lambda: None)
@@ -119,8 +123,12 @@ class MemoryTransport:
                 if holder._dead.is_set():
                     pull.fail(TransferError(TransferFault.PEER_LOST, "the pool is gone"))
                     return
-                pool.view(ours, 1)[:] = source.view(theirs, 1)
-                progress.moved(pool.block_bytes, loop.time())
+                if refusal := source.refusal([theirs], cut.remote_offset, cut.num_bytes):
+                    pull.fail(TransferError(TransferFault.FAILED, f"refused: {refusal}"))
+                    return
+                (target,) = pool.views([ours], cut.local_offset, cut.num_bytes, cut.num_bytes)
+                (target[:],) = source.views([theirs], cut.remote_offset, cut.num_bytes, cut.num_bytes)
+                progress.moved(cut.num_bytes, loop.time())
                 if pull.done.done():
                     return
             pull.finish(progress.stats())

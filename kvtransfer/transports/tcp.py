@@ -2,8 +2,8 @@
 
 One connection carries one read at a time; idle ones are kept for the next. After the handshake (`tcp_wire`), repeated:
 
-    client: {blocks: u32 ids}
-    server: {} | {refused}, then the raw bytes of the blocks in that order
+    client: {blocks: u32 ids, offset, bytes}
+    server: {} | {refused}, then these bytes of each block in that order
 
 Block bytes go from pool to socket and from socket to pool without a copy in between. They are neither encrypted nor
 signed: the port belongs on the cluster's private network.
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from headrace.errors import InvariantError
 from kvtransfer.transports.base import (
+    Cut,
     Descriptor,
     Peer,
     Pool,
@@ -31,20 +31,21 @@ from kvtransfer.transports.base import (
     TransferError,
     TransferFault,
     failed_pull,
-    runs,
 )
 from kvtransfer.transports.tcp_wire import (
     HANDSHAKE_S,
+    MAX_BLOCKS_A_REQUEST,
     check_answer,
     dial,
     is_quiet,
+    make_request,
+    parse_request,
     recv_frame,
     send_frame,
     tune,
     welcome,
 )
 
-MAX_BLOCKS_A_REQUEST = 1 << 16
 PIECE_BYTES = 1 << 20
 """The event loop gets a turn at least this often."""
 MAX_CONNECTIONS = 1024
@@ -55,6 +56,7 @@ MAX_IDLE_A_PEER = 4
 class TcpPeer:
     peer_id: str
     num_blocks: int
+    block_bytes: int
     descriptor: bytes
     host: str
     port: int
@@ -94,12 +96,12 @@ class TcpTransport:
         known = self._peers.get(peer_id)
         if known is not None and known.descriptor == descriptor:
             return known
-        found = Descriptor.decode(descriptor, self.name, peer_id, self._own_pool().block_bytes)
+        found = Descriptor.decode(descriptor, self.name, peer_id)
         try:
             host, port = msgpack.unpackb(found.details)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
-        peer = TcpPeer(peer_id, found.num_blocks, descriptor, host, port)
+        peer = TcpPeer(peer_id, found.num_blocks, found.block_bytes, descriptor, host, port)
         _give_back(peer, await dial(peer.host, peer.port, self._token, peer.peer_id))
         other = self._peers.get(peer_id)
         if other is not None and other.descriptor == descriptor:
@@ -110,16 +112,18 @@ class TcpTransport:
         self._peers[peer_id] = peer
         return peer
 
-    def pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
+    def pull(
+        self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None = None
+    ) -> Pull:
         loop = asyncio.get_running_loop()
         if not isinstance(peer, TcpPeer):
             raise InvariantError("a peer of another transport")
         try:
-            self._own_pool().check_targets(remote_blocks, local_blocks, peer.num_blocks)
+            cut = self._own_pool().check_pull(peer, remote_blocks, local_blocks, cut)
         except TransferError as error:
             return failed_pull(loop, error)
         pull = Pull(loop, lambda: _cancel(task))
-        task = self._spawn(self._reading, self._read(peer, list(remote_blocks), list(local_blocks), pull))
+        task = self._spawn(self._reading, self._read(peer, list(remote_blocks), list(local_blocks), cut, pull))
         task.add_done_callback(lambda _: pull.abort())
         return pull
 
@@ -146,7 +150,7 @@ class TcpTransport:
 
     # --- reader
 
-    async def _read(self, peer: TcpPeer, remote: list[int], local: list[int], pull: Pull) -> None:
+    async def _read(self, peer: TcpPeer, remote: list[int], local: list[int], cut: Cut, pull: Pull) -> None:
         loop = asyncio.get_running_loop()
         progress = Progress(loop.time())
         sock: socket.socket | None = None
@@ -155,9 +159,9 @@ class TcpTransport:
                 sock = await self._take(peer)
                 for at in range(0, len(remote), MAX_BLOCKS_A_REQUEST):
                     part = slice(at, at + MAX_BLOCKS_A_REQUEST)
-                    await send_frame(sock, {"blocks": np.asarray(remote[part], "<u4").tobytes()})
+                    await send_frame(sock, make_request(remote[part], cut.remote_offset, cut.num_bytes))
                     check_answer(await recv_frame(sock))
-                    await self._receive(sock, local[part], progress, limit)
+                    await self._receive(sock, local[part], cut, progress, limit)
             _give_back(peer, sock)
             sock = None
             pull.finish(progress.stats())
@@ -171,11 +175,12 @@ class TcpTransport:
             if sock is not None:
                 sock.close()
 
-    async def _receive(self, sock: socket.socket, local: list[int], progress: Progress, limit: asyncio.Timeout) -> None:
+    async def _receive(
+        self, sock: socket.socket, local: list[int], cut: Cut, progress: Progress, limit: asyncio.Timeout
+    ) -> None:
         pool, loop = self._own_pool(), asyncio.get_running_loop()
         since_yield = 0
-        for first, length in runs(local, len(local)):
-            view = pool.view(first, length)
+        for view in pool.views(local, cut.local_offset, cut.num_bytes, pool.memory.nbytes):
             while view:
                 received = await loop.sock_recv_into(sock, view[:PIECE_BYTES])
                 if received == 0:
@@ -224,17 +229,14 @@ class TcpTransport:
             sock.close()
 
     async def _answer(self, sock: socket.socket, request: dict[str, Any]) -> None:
-        pool, loop, packed = self._own_pool(), asyncio.get_running_loop(), request.get("blocks")
-        if not isinstance(packed, bytes) or len(packed) % 4 or len(packed) > 4 * MAX_BLOCKS_A_REQUEST:
-            raise TransferError(TransferFault.FAILED, "malformed request")
-        blocks = np.frombuffer(packed, "<u4").tolist()
-        if blocks and max(blocks) >= pool.num_blocks:
-            await send_frame(sock, {"refused": "unknown block"})
+        pool, loop = self._own_pool(), asyncio.get_running_loop()
+        blocks, offset, num_bytes = parse_request(request)
+        if refusal := pool.refusal(blocks, offset, num_bytes):
+            await send_frame(sock, {"refused": refusal})
             return
         await send_frame(sock, {})
         since_yield = 0
-        for first, length in runs(blocks, max(1, PIECE_BYTES // pool.block_bytes)):
-            view = pool.view(first, length)
+        for view in pool.views(blocks, offset, num_bytes, PIECE_BYTES):
             await loop.sock_sendall(sock, view)
             since_yield += len(view)
             if since_yield >= PIECE_BYTES:

@@ -14,13 +14,16 @@ import hashlib
 import hmac
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from kvtransfer.transports.base import TransferError, TransferFault
 
 MAX_FRAME_BYTES = 1 << 20
+MAX_BLOCKS_A_REQUEST = 1 << 16
 MAX_HANDSHAKE_BYTES = 4 << 10
 """Before the other side has proved that it knows the token."""
 HANDSHAKE_S = 5.0
@@ -90,6 +93,23 @@ def is_quiet(sock: socket.socket) -> bool:
     except OSError:
         return False
     return False
+
+
+def make_request(blocks: Sequence[int], offset: int, num_bytes: int) -> dict[str, Any]:
+    """Asks for these bytes of each of at most MAX_BLOCKS_A_REQUEST blocks."""
+    return {"blocks": np.asarray(blocks, "<u4").tobytes(), "offset": offset, "bytes": num_bytes}
+
+
+def parse_request(frame: dict[str, Any]) -> tuple[list[int], int, int]:
+    """(blocks, offset, bytes of each), unchecked. Raises TransferError(failed) on nonsense."""
+    packed, offset, num_bytes = frame.get("blocks"), frame.get("offset"), frame.get("bytes")
+    if (
+        not (isinstance(packed, bytes) and isinstance(offset, int) and isinstance(num_bytes, int))
+        or len(packed) % 4
+        or len(packed) > 4 * MAX_BLOCKS_A_REQUEST
+    ):
+        raise TransferError(TransferFault.FAILED, "malformed request")
+    return np.frombuffer(packed, "<u4").tolist(), offset, num_bytes
 
 
 def check_answer(frame: dict[str, Any]) -> dict[str, Any]:

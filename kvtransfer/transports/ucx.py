@@ -27,6 +27,7 @@ import numpy as np
 
 from headrace.errors import InvariantError
 from kvtransfer.transports.base import (
+    Cut,
     Descriptor,
     Peer,
     Pool,
@@ -37,7 +38,7 @@ from kvtransfer.transports.base import (
     TransferFault,
     failed_pull,
 )
-from kvtransfer.transports.ucx_agent import BlockIds, BlockList, Handle, PostState, UcxAgent, UnfencedError
+from kvtransfer.transports.ucx_agent import BlockIds, Handle, PostState, UcxAgent, UnfencedError
 
 POST_BYTES = 8 << 20
 POSTS_IN_FLIGHT = 4
@@ -54,8 +55,8 @@ _UNFENCED: list[UcxAgent] = []
 class UcxPeer:
     peer_id: str
     num_blocks: int
+    block_bytes: int
     details: bytes
-    blocks: BlockList
     lost: bool = False
     leaving: bool = False
     reads: int = 0
@@ -67,6 +68,7 @@ class _Read:
     peer: UcxPeer
     remote: BlockIds
     local: BlockIds
+    cut: Cut
     progress: Progress
     next: int = 0
     posts: list[tuple[Handle, int]] = field(default_factory=list)
@@ -98,24 +100,26 @@ class UcxTransport:
         return self._descriptor
 
     async def connect(self, peer_id: str, descriptor: bytes) -> UcxPeer:
-        pool, puller = self._started()
+        _, puller = self._started()
         self._check_open()
-        found = Descriptor.decode(descriptor, self.name, peer_id, pool.block_bytes)
+        found = Descriptor.decode(descriptor, self.name, peer_id)
         return await puller.call(lambda: puller.add(found))
 
-    def pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
+    def pull(
+        self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None = None
+    ) -> Pull:
         pool, puller = self._started()
         loop = asyncio.get_running_loop()
         if not isinstance(peer, UcxPeer):
             raise InvariantError("a peer of another transport")
         try:
             self._check_open()
-            pool.check_targets(remote_blocks, local_blocks, peer.num_blocks)
+            cut = pool.check_pull(peer, remote_blocks, local_blocks, cut)
         except TransferError as error:
             return failed_pull(loop, error)
         remote, local = np.asarray(remote_blocks, np.int32), np.asarray(local_blocks, np.int32)
         pull = Pull(loop, lambda: puller.post(lambda: puller.abandon(read)))
-        read = _Read(pull, peer, remote, local, Progress(time.monotonic()))
+        read = _Read(pull, peer, remote, local, cut, Progress(time.monotonic()))
         puller.post(lambda: puller.begin(read))
         return pull
 
@@ -152,7 +156,6 @@ class _Puller(threading.Thread):
         self._agent_name = name
         self._pool = pool
         self._read_timeout_s = read_timeout_s
-        self._post_blocks = max(1, POST_BYTES // pool.block_bytes)
         # Not a SimpleQueue: its get(timeout) can wait for ever (CPython 3.11 recomputes a short timeout to below zero).
         self._inbox: deque[Callable[[], None]] = deque()
         self._called = threading.Event()
@@ -217,8 +220,9 @@ class _Puller(threading.Thread):
                 raise ValueError("wrong types")
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
-        blocks = self._own_agent().add_peer(found.peer_id, metadata, base, found.num_blocks)
-        peer = self._peers[found.peer_id] = UcxPeer(found.peer_id, found.num_blocks, found.details, blocks)
+        self._own_agent().add_peer(found.peer_id, metadata, base, found.block_bytes, found.num_blocks)
+        peer = UcxPeer(found.peer_id, found.num_blocks, found.block_bytes, found.details)
+        self._peers[found.peer_id] = peer
         return peer
 
     def begin(self, read: _Read) -> None:
@@ -234,7 +238,7 @@ class _Puller(threading.Thread):
         peer.leaving = True
         if peer.reads == 0 and self._peers.get(peer.peer_id) is peer:
             del self._peers[peer.peer_id]
-            self._own_agent().remove_peer(peer.peer_id, peer.blocks)
+            self._own_agent().remove_peer(peer.peer_id)
 
     def stop(self) -> None:
         self._stop_at = time.monotonic() + CLOSE_S
@@ -268,12 +272,12 @@ class _Puller(threading.Thread):
         return moved
 
     def _post_next(self, read: _Read) -> None:
-        part = slice(read.next, read.next + self._post_blocks)
-        num_bytes = len(read.local[part]) * self._pool.block_bytes
+        part = slice(read.next, read.next + max(1, POST_BYTES // read.cut.num_bytes))
+        num_bytes = len(read.local[part]) * read.cut.num_bytes
         try:
             if read.peer.lost:
                 raise TransferError(TransferFault.PEER_LOST, "its connection broke earlier")
-            handle, _ = self._own_agent().post(read.peer.blocks, read.remote[part], read.local[part])
+            handle, _ = self._own_agent().post(read.peer.peer_id, read.cut, read.remote[part], read.local[part])
         except TransferError as error:
             self._give_up(read, error)
             return

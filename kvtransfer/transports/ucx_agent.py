@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
 from typing import Any, NewType
@@ -17,9 +18,11 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.transports.base import Pool, TransferError, TransferFault
+from kvtransfer.transports.base import Cut, Pool, TransferError, TransferFault
 
 PROGRESS_DELAY_US = 10000
+MAX_LISTS = 16
+"""Prepared lists of own blocks, and of a peer's; each worker it exchanges parts of blocks with needs a few."""
 Handle = NewType("Handle", int)
 BlockList = NewType("BlockList", int)
 BlockIds = npt.NDArray[np.int32]
@@ -50,6 +53,17 @@ class UnfencedError(TransferError):
     """A post failed in a way that does not prove its other parts stopped: NIXL only asks UCX to cancel them."""
 
 
+@dataclass(slots=True)
+class _Blocks:
+    """Where an agent's blocks lie, and NIXL's lists of (offset, bytes) of each of them, the least used first."""
+
+    agent: str
+    base: int
+    block_bytes: int
+    num_blocks: int
+    lists: dict[tuple[int, int], BlockList] = field(default_factory=dict)
+
+
 class UcxAgent:
     """One NIXL agent over one pool. Methods raise TransferError: peer_lost or failed."""
 
@@ -58,7 +72,7 @@ class UcxAgent:
         self._errors = tuple(
             kind for key, kind in vars(nixl).items() if key.startswith("nixl") and key.endswith("Error")
         )
-        self._pool = pool
+        self._peers: dict[str, _Blocks] = {}
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
@@ -71,39 +85,47 @@ class UcxAgent:
             base = pool.memory.ctypes.data
             self._registered = nixl.nixlRegDList(nixl.DRAM_SEG, [(base, pool.memory.nbytes, 0, "")])
             self._agent.registerMem(self._registered, [])
-            self._own = self._prepare(nixl.NIXL_INIT_AGENT, base, pool.num_blocks)
+            self._own = _Blocks(nixl.NIXL_INIT_AGENT, base, pool.block_bytes, pool.num_blocks)
+            self._list(self._own, 0, pool.block_bytes)
             self.metadata: bytes = self._agent.getLocalMD()
         except self._errors as error:
             raise TransferError(TransferFault.FAILED, f"NIXL cannot use UCX here: {error}") from error
 
-    def add_peer(self, peer_id: str, metadata: bytes, base: int, num_blocks: int) -> BlockList:
-        """Connects; the list names the peer's blocks in `post`."""
+    def add_peer(self, peer_id: str, metadata: bytes, base: int, block_bytes: int, num_blocks: int) -> None:
+        """Connects to a process whose blocks lie from `base` on."""
         try:
             found = self._agent.loadRemoteMD(metadata)
             if found.decode() != peer_id:
                 self._agent.invalidateRemoteMD(found)
                 raise TransferError(TransferFault.FAILED, "stale: the metadata is another incarnation's")
             self._agent.makeConnection(peer_id, [])
-            return self._prepare(peer_id, base, num_blocks)
+            blocks = _Blocks(peer_id, base, block_bytes, num_blocks)
+            self._list(blocks, 0, block_bytes)
+            self._peers[peer_id] = blocks
         except self._errors as error:
             raise self._typed(error) from error
 
-    def remove_peer(self, peer_id: str, blocks: BlockList) -> None:
+    def remove_peer(self, peer_id: str) -> None:
         """Only when no read from it is in progress: this fences nothing."""
-        for call, argument in ((self._agent.releasedDlistH, blocks), (self._agent.invalidateRemoteMD, peer_id)):
+        for blocks in self._peers.pop(peer_id).lists.values():
             with suppress(*self._errors):  # the connection may be broken already
-                call(argument)
+                self._agent.releasedDlistH(blocks)
+        with suppress(*self._errors):
+            self._agent.invalidateRemoteMD(peer_id)
 
-    def post(self, remote: BlockList, remote_blocks: BlockIds, own_blocks: BlockIds) -> tuple[Handle | None, PostState]:
-        """Starts one read; None when it needs no further look. Over shared memory the copy happens in here.
+    def post(
+        self, peer_id: str, cut: Cut, remote_blocks: BlockIds, own_blocks: BlockIds
+    ) -> tuple[Handle | None, PostState]:
+        """Starts one read; None when it needs no further look. Over shared memory the copy happens in here. Whole
+        blocks that follow each other on both sides become one descriptor.
 
         Raises UnfencedError, as `check` does, when part of it may still write.
         """
         nixl = self._nixl
         try:
-            handle = self._agent.makeXferReq(
-                nixl.NIXL_READ, self._own, own_blocks, remote, remote_blocks, b"", [], False
-            )
+            own = self._list(self._own, cut.local_offset, cut.num_bytes)
+            remote = self._list(self._peers[peer_id], cut.remote_offset, cut.num_bytes)
+            handle = self._agent.makeXferReq(nixl.NIXL_READ, own, own_blocks, remote, remote_blocks, b"", [], False)
         except self._errors as error:
             raise self._typed(error) from error
         try:
@@ -129,18 +151,27 @@ class UcxAgent:
 
     def close(self) -> None:
         """Only when no read is in progress."""
-        for call, argument in (
-            (self._agent.releasedDlistH, (self._own,)),
-            (self._agent.deregisterMem, (self._registered, [])),
-        ):
-            with suppress(*self._errors):  # the process goes on without this agent either way
-                call(*argument)
+        with suppress(*self._errors):  # the process goes on without this agent either way
+            for blocks in self._own.lists.values():
+                self._agent.releasedDlistH(blocks)
+            self._agent.deregisterMem(self._registered, [])
         del self._agent
 
-    def _prepare(self, agent: str, base: int, num_blocks: int) -> BlockList:
-        size = self._pool.block_bytes
-        strided = np.array([[base, size, 0, size, num_blocks]], dtype=np.uint64)
-        return BlockList(self._agent.prepXferDlist(agent, self._nixl.DRAM_SEG, strided, []))
+    def _list(self, blocks: _Blocks, offset: int, num_bytes: int) -> BlockList:
+        """NIXL's list of this part of all blocks, prepared when it is first asked for. A request that was made from a
+        list does not need it any more.
+        """
+        key = (offset, num_bytes)
+        prepared = blocks.lists.pop(key, None)
+        if prepared is None:
+            if len(blocks.lists) == MAX_LISTS:
+                self._agent.releasedDlistH(blocks.lists.pop(next(iter(blocks.lists))))
+            strided = np.array(
+                [[blocks.base + offset, num_bytes, 0, blocks.block_bytes, blocks.num_blocks]], dtype=np.uint64
+            )
+            prepared = BlockList(self._agent.prepXferDlist(blocks.agent, self._nixl.DRAM_SEG, strided, []))
+        blocks.lists[key] = prepared
+        return prepared
 
     def _state(self, status: Any) -> PostState:
         if status == self._nixl.NIXL_SUCCESS:

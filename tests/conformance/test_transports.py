@@ -29,6 +29,7 @@ from headrace.ids import random_ids
 from kvtransfer.probe import ProbeArea, probe_area
 from kvtransfer.transports import select, ucx, ucx_agent
 from kvtransfer.transports.base import (
+    Cut,
     Descriptor,
     PoolBytes,
     Pull,
@@ -332,10 +333,10 @@ def test_unknown_blocks_are_refused_and_the_next_read_works(lane: str) -> None:
 def test_descriptors_that_do_not_fit_are_refused(lane: str) -> None:
     async def test() -> None:
         async with pair(lane) as (reader, remote):
-            good = Descriptor.decode(remote.descriptor, reader.transport.name, remote.peer_id, MIB)
+            good = Descriptor.decode(remote.descriptor, reader.transport.name, remote.peer_id)
             wrong = {
                 "another incarnation": ("someone-else", remote.descriptor),
-                "block bytes": (remote.peer_id, changed(good, block_bytes=2048)),
+                "block bytes": (remote.peer_id, changed(good, block_bytes=0)),
                 "transport": (remote.peer_id, changed(good, transport="pigeon")),
                 "garbage": (remote.peer_id, b"\xc1\x00garbage"),
                 "truncated": (remote.peer_id, remote.descriptor[:-5]),
@@ -361,7 +362,7 @@ def changed(descriptor: Descriptor, **changes: Any) -> bytes:
 def test_tcp_refuses_a_wrong_token_a_stale_name_and_nonsense() -> None:
     async def test() -> None:
         async with pair("tcp") as (reader, remote):
-            good = Descriptor.decode(remote.descriptor, "tcp", remote.peer_id, MIB)
+            good = Descriptor.decode(remote.descriptor, "tcp", remote.peer_id)
             # 1. a stranger who guesses the token
             stranger = make("tcp", random_ids("reader"), 5.0, token="guess")
             await stranger.start(allocate_pool(8 * MIB), MIB)
@@ -509,10 +510,10 @@ class HalfFailingAgent:
     def __init__(self, *_: object) -> None:
         self.closed = False
 
-    def add_peer(self, *_: object) -> int:
-        return 1
+    def add_peer(self, *_: object) -> None:
+        pass
 
-    def post(self, remote: int, remote_blocks: Any, own_blocks: Any) -> tuple[None, ucx_agent.PostState]:
+    def post(self, peer_id: str, cut: Cut, remote_blocks: Any, own_blocks: Any) -> tuple[None, ucx_agent.PostState]:
         if 0 in own_blocks:
             raise ucx_agent.UnfencedError(TransferFault.FAILED, "out of requests")
         return None, ucx_agent.PostState.DONE
