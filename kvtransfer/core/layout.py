@@ -10,6 +10,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The bytes of each block that a pull moves: these many from `remote_offset` of the peer's block to `local_offset`
+    of the own one. Offsets in bytes.
+    """
+
+    remote_offset: int
+    local_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape of one worker's (or rank's) KV pool. `num_kv_heads` are KV heads, never attention heads."""
 
@@ -45,6 +56,11 @@ class KvLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head of a block: one contiguous run."""
+        return self.block_bytes // self.num_kv_heads
 
     def describe(self) -> str:
         """Canonical text for the identity: the slot layout, without the parallel degree."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import InvariantError
+from kvtransfer.core.layout import Cut
 
 PoolBytes = npt.NDArray[np.uint8]
 STALL_S = 0.1
@@ -47,17 +48,6 @@ class TransferError(Exception):
     def __init__(self, kind: TransferFault, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The bytes of each block that a pull moves: these many from `remote_offset` of the peer's block to `local_offset`
-    of the own one. Offsets in bytes.
-    """
-
-    remote_offset: int
-    local_offset: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

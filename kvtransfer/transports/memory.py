@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InvariantError
+from kvtransfer.core.layout import Cut
 from kvtransfer.transports.base import (
-    Cut,
     Descriptor,
     Peer,
     Pool,

@@ -20,8 +20,8 @@ from typing import Any
 import msgpack
 
 from headrace.errors import InvariantError
+from kvtransfer.core.layout import Cut
 from kvtransfer.transports.base import (
-    Cut,
     Descriptor,
     Peer,
     Pool,

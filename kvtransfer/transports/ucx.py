@@ -26,8 +26,8 @@ import msgpack
 import numpy as np
 
 from headrace.errors import InvariantError
+from kvtransfer.core.layout import Cut
 from kvtransfer.transports.base import (
-    Cut,
     Descriptor,
     Peer,
     Pool,

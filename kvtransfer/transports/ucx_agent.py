@@ -18,7 +18,8 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.transports.base import Cut, Pool, TransferError, TransferFault
+from kvtransfer.core.layout import Cut
+from kvtransfer.transports.base import Pool, TransferError, TransferFault
 
 PROGRESS_DELAY_US = 10000
 MAX_LISTS = 16

@@ -26,10 +26,10 @@ import pytest
 
 from headrace.errors import InvariantError, StartupError
 from headrace.ids import random_ids
+from kvtransfer.core.layout import Cut
 from kvtransfer.probe import ProbeArea, probe_area
 from kvtransfer.transports import select, ucx, ucx_agent
 from kvtransfer.transports.base import (
-    Cut,
     Descriptor,
     PoolBytes,
     Pull,
