@@ -1,4 +1,4 @@
-"""Which heads move between groups of different parallel degrees: every head once, from where it is, to where it belongs."""
+"""Which heads move between groups of different parallel degrees: each once, from where it is to where it belongs."""
 
 from __future__ import annotations
 

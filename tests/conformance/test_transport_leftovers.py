@@ -1,0 +1,69 @@
+"""What reads and transports leave behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+
+import pytest
+
+from tests.lanes import LANES, over, pair, run
+
+
+def usage() -> dict[str, int]:
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": threading.active_count(),
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+async def assert_no_more_than(before: dict[str, int]) -> None:
+    """Threads of libraries take a moment to go."""
+    for _ in range(100):
+        now = usage()
+        if all(now[name] <= before[name] for name in now):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{before} -> {now}")
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_thousand_reads_leave_nothing_behind(lane: str) -> None:
+    async def test() -> None:
+        async with pair(lane) as (reader, remote):
+            rng = random.Random(3)
+
+            async def reads(count: int) -> None:
+                for i in range(count):
+                    pull = await reader.pull_from(remote, rng.sample(range(64), 1), rng.sample(range(64), 1))
+                    if i % 10 == 9:
+                        pull.cancel()
+                    await over(pull)
+                    assert pull.done.done()
+                await asyncio.sleep(0.05)
+
+            await reads(20)
+            before = usage()
+            await reads(1000)
+            await assert_no_more_than(before)
+
+    run(test())
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_close_returns_everything(lane: str) -> None:
+    async def test() -> None:
+        async def once() -> None:
+            async with pair(lane) as (reader, remote):
+                await (await reader.pull_from(remote, [1], [2])).done
+
+        await once()  # what libraries make once for the process
+        before = usage()
+        await once()
+        await assert_no_more_than(before)
+
+    run(test())
