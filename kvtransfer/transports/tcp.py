@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,17 +33,16 @@ from kvtransfer.transports.base import (
     failed_pull,
 )
 from kvtransfer.transports.tcp_wire import (
-    HANDSHAKE_S,
     MAX_BLOCKS_A_REQUEST,
+    Listener,
     check_answer,
     dial,
     is_quiet,
     make_request,
+    parse_address,
     parse_request,
     recv_frame,
     send_frame,
-    tune,
-    welcome,
 )
 
 PIECE_BYTES = 1 << 20
@@ -73,23 +72,16 @@ class TcpTransport:
         self._host = host
         self._read_timeout_s = read_timeout_s
         self._pool: Pool | None = None
-        self._listener: socket.socket | None = None
+        self._listener = Listener(token, peer_id, self._serve, MAX_CONNECTIONS)
         self._peers: dict[str, TcpPeer] = {}
-        self._serving: set[asyncio.Task[None]] = set()
         self._reading: set[asyncio.Task[None]] = set()
 
     async def start(self, memory: PoolBytes, block_bytes: int) -> None:
         self._pool = Pool(memory, block_bytes)
-        family = (await asyncio.get_running_loop().getaddrinfo(self._host, 0, type=socket.SOCK_STREAM))[0][0]
-        self._listener = socket.create_server((self._host, 0), family=family, backlog=128)
-        self._listener.setblocking(False)
-        self._spawn(self._serving, self._accept(self._listener))
+        await self._listener.open(self._host)
 
     def descriptor(self) -> bytes:
-        if self._listener is None:
-            raise InvariantError("the transport is not started")
-        pool, address = self._own_pool(), self._listener.getsockname()
-        details = msgpack.packb([address[0], address[1]])
+        pool, details = self._own_pool(), msgpack.packb(self._listener.address())
         return Descriptor(self.name, self.peer_id, pool.num_blocks, pool.block_bytes, details).encode()
 
     async def connect(self, peer_id: str, descriptor: bytes) -> TcpPeer:
@@ -97,10 +89,7 @@ class TcpTransport:
         if known is not None and known.descriptor == descriptor:
             return known
         found = Descriptor.decode(descriptor, self.name, peer_id)
-        try:
-            host, port = msgpack.unpackb(found.details)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
+        host, port = parse_address(found.details)
         peer = TcpPeer(peer_id, found.num_blocks, found.block_bytes, descriptor, host, port)
         _give_back(peer, await dial(peer.host, peer.port, self._token, peer.peer_id))
         other = self._peers.get(peer_id)
@@ -123,7 +112,9 @@ class TcpTransport:
         except TransferError as error:
             return failed_pull(loop, error)
         pull = Pull(loop, lambda: _cancel(task))
-        task = self._spawn(self._reading, self._read(peer, list(remote_blocks), list(local_blocks), cut, pull))
+        task = loop.create_task(self._read(peer, list(remote_blocks), list(local_blocks), cut, pull))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
         task.add_done_callback(lambda _: pull.abort())
         return pull
 
@@ -136,14 +127,12 @@ class TcpTransport:
                 peer.idle.pop().close()
 
     async def close(self) -> None:
-        tasks = self._serving | self._reading
-        for task in tasks:
+        for task in self._reading:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._reading, return_exceptions=True)
+        await self._listener.close()
         for peer in list(self._peers.values()):
             await self.disconnect(peer)
-        if self._listener is not None:
-            self._listener.close()
 
     def twin(self, peer_id: str) -> TcpTransport:
         return TcpTransport(peer_id, self._token, self._host, self._read_timeout_s)
@@ -203,30 +192,9 @@ class TcpTransport:
 
     # --- holder
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError:  # out of descriptors or an aborted connection: not a reason to stop listening
-                await asyncio.sleep(0.05)
-                continue
-            if len(self._serving) > MAX_CONNECTIONS:
-                sock.close()
-                continue
-            tune(sock)
-            self._spawn(self._serving, self._serve(sock))
-
     async def _serve(self, sock: socket.socket) -> None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                accepted = await welcome(sock, self._token, self.peer_id)
-            while accepted:
-                await self._answer(sock, await recv_frame(sock))
-        except (OSError, EOFError, TransferError):  # the client left, was silent or sent nonsense: its connection ends
-            pass
-        finally:
-            sock.close()
+        while True:
+            await self._answer(sock, await recv_frame(sock))
 
     async def _answer(self, sock: socket.socket, request: dict[str, Any]) -> None:
         pool, loop = self._own_pool(), asyncio.get_running_loop()
@@ -242,12 +210,6 @@ class TcpTransport:
             if since_yield >= PIECE_BYTES:
                 since_yield = 0
                 await asyncio.sleep(0)
-
-    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        group.add(task)
-        task.add_done_callback(group.discard)
-        return task
 
     def _own_pool(self) -> Pool:
         if self._pool is None:

@@ -1,4 +1,4 @@
-"""The TCP transport's frames and its handshake, both sides. After accept:
+"""Authenticated connections between transports: frames, and the handshake of both sides. After accept:
 
     server: {nonce}                             both prove that they know the cluster token, over both nonces and the
     client: {nonce, peer_id, proof}             name of the process that the client wants; a restarted worker on the
@@ -14,12 +14,13 @@ import hashlib
 import hmac
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from headrace.errors import InvariantError
 from kvtransfer.transports.base import TransferError, TransferFault
 
 MAX_FRAME_BYTES = 1 << 20
@@ -27,6 +28,73 @@ MAX_BLOCKS_A_REQUEST = 1 << 16
 MAX_HANDSHAKE_BYTES = 4 << 10
 """Before the other side has proved that it knows the token."""
 HANDSHAKE_S = 5.0
+
+
+class Listener:
+    """Accepts connections, at most `max_connections`, and runs `serve` on each that knows the token and wants this
+    process. A connection ends with its `serve`, which may raise OSError, EOFError or TransferError: its client left,
+    was silent or sent nonsense.
+    """
+
+    def __init__(
+        self, token: str, peer_id: str, serve: Callable[[socket.socket], Awaitable[None]], max_connections: int
+    ) -> None:
+        self._token = token
+        self._peer_id = peer_id
+        self._serve = serve
+        self._max_connections = max_connections
+        self._socket: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str) -> None:
+        """On a free port of this address. Raises OSError."""
+        family = (await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM))[0][0]
+        self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        self._socket.setblocking(False)
+        self._spawn(self._accept(self._socket))
+
+    def address(self) -> tuple[str, int]:
+        if self._socket is None:
+            raise InvariantError("the transport is not started")
+        host, port = self._socket.getsockname()[:2]
+        return host, port
+
+    async def close(self) -> None:
+        """Ends all connections, too."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError:  # out of descriptors or an aborted connection: not a reason to stop listening
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._tasks) > self._max_connections:
+                sock.close()
+                continue
+            tune(sock)
+            self._spawn(self._run(sock))
+
+    async def _run(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                accepted = await welcome(sock, self._token, self._peer_id)
+            if accepted:
+                await self._serve(sock)
+        except (OSError, EOFError, TransferError):
+            pass
+        finally:
+            sock.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
@@ -93,6 +161,17 @@ def is_quiet(sock: socket.socket) -> bool:
     except OSError:
         return False
     return False
+
+
+def parse_address(details: bytes) -> tuple[str, int]:
+    """Host and port of a descriptor. Raises TransferError(failed)."""
+    try:
+        host, port = msgpack.unpackb(details)
+        if not (isinstance(host, str) and isinstance(port, int) and 0 < port < 1 << 16):
+            raise ValueError("wrong types")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
+    return host, port
 
 
 def make_request(blocks: Sequence[int], offset: int, num_bytes: int) -> dict[str, Any]:
