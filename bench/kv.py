@@ -26,12 +26,14 @@ from random import Random
 from bench.kv_end import BLOCK_TOKENS, CARD, INCARNATION, TOKEN, EndReady, EndSpec, pool_with_lanes, scattered
 from headrace.client import HeadraceClient
 from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.layout import KvLayout
 from kvtransfer.pairing import PairClient
 from kvtransfer.service import End, HandOffRecord, HandoffStats, LeaseReader
 from kvtransfer.transports.base import allocate_pool
 from kvtransfer.transports.select import Lanes
 
-BLOCK_BYTES = 737_280
+LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=BLOCK_TOKENS, dtype_bytes=4)
+BLOCK_BYTES = LAYOUT.block_bytes
 POOL_BLOCKS = 800
 
 
@@ -69,7 +71,7 @@ async def _two_processes(lane: str, checksums: bool) -> AsyncIterator[_Ends]:
     try:
         ready = EndReady(**json.loads(await asyncio.to_thread(other.stdout.readline)))
         me = pb.PeerAddress(worker_id="reader", incarnation=INCARNATION)
-        reader = LeaseReader(PairClient(me, TOKEN, CARD, lanes, 8.0), block_size=BLOCK_TOKENS)
+        reader = LeaseReader(PairClient(me, TOKEN, CARD, lanes, 8.0, LAYOUT), block_size=BLOCK_TOKENS)
         holder = pb.PeerAddress(worker_id="holder", incarnation=INCARNATION, address=ready.address)
         bare = socket.create_connection(("127.0.0.1", ready.socket_port))
         bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -114,7 +116,7 @@ async def _lanes(tokens: Sequence[int], rounds: int) -> None:
                 for lane in pairing.lanes:
                     theirs, ours, _ = ends.blocks(count)
                     began = time.perf_counter()
-                    await lane.transport.pull(lane.peer, theirs, ours).done
+                    await lane.pull(theirs, ours).done
                     speeds[lane.name].append(count * BLOCK_BYTES / (time.perf_counter() - began) / 1e9)
             print(f"{many} tokens, {count} blocks, {count * BLOCK_BYTES / 2**20:.0f} MiB")
             for name, base in (("copy", ""), ("ucx", "copy"), ("bare socket", ""), ("tcp", "bare socket")):

@@ -249,7 +249,7 @@ class Adoption:
     def _pull(self, action: StartPull) -> None:
         assert self._pairing is not None
         lane = self._pairing.lanes[0]
-        pull = lane.transport.pull(lane.peer, action.remote_blocks, action.local_blocks)
+        pull = lane.pull(action.remote_blocks, action.local_blocks)
         self._pulls[action.action_id] = pull
         self._reader.track(pull)
         self._stats.lane = lane.name
@@ -270,12 +270,9 @@ class Adoption:
 
     def _arrived(self, action: StartPull) -> None:
         """The bytes are here: are they the holder's?"""
-        lanes = self._reader.lanes
-        changed = (
-            changed_blocks(lanes.memory, action.local_blocks, lanes.block_bytes, action.digests)
-            if action.digests and not self._handoff.ended
-            else []
-        )
+        lanes, pairing, changed = self._reader.lanes, self._pairing, []
+        if action.digests and not self._handoff.ended and pairing is not None and pairing.digests:
+            changed = changed_blocks(lanes.memory, action.local_blocks, lanes.block_bytes, action.digests)
         if not changed:
             self._do(self._handoff.pull_done(action.action_id))
             return

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 
 from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.layout import Cut, KvLayout
 from kvtransfer.core.pairing import (
     MAX_CARD_FIELDS,
     NONCE_BYTES,
@@ -28,8 +30,10 @@ from kvtransfer.core.pairing import (
     pair_key,
     proof,
 )
+from kvtransfer.core.pull_plan import sources_of
+from kvtransfer.probe import rank_name
 from kvtransfer.stream import GONE
-from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, Transport, peer_name
+from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, Transport, joined_pull, peer_name
 from kvtransfer.transports.select import Lanes, read_probe
 
 log = logging.getLogger("headrace.kvtransfer.pairing")
@@ -58,13 +62,20 @@ class PairingError(Exception):
 
 @dataclass(slots=True, eq=False)
 class PairedLane:
+    """Over one transport: the holder's ranks that this reader needs, and which part of each block is there."""
+
     transport: Transport
-    peer: Peer
+    sources: list[tuple[Peer, Cut | None]]
     gbps: float
 
     @property
     def name(self) -> str:
         return self.transport.name
+
+    def pull(self, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
+        """Whole own blocks, from whatever ranks have their heads. See `Transport.pull`."""
+        pulls = [self.transport.pull(peer, remote_blocks, local_blocks, cut) for peer, cut in self.sources]
+        return pulls[0] if len(pulls) == 1 else joined_pull(asyncio.get_running_loop(), pulls)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +84,8 @@ class Pairing:
 
     key: bytes
     lanes: list[PairedLane]
+    digests: bool
+    """The holder's digests are of blocks like one's own."""
     note: str = ""
     """Why not the best lane is used."""
 
@@ -96,6 +109,8 @@ class PairServer:
     card: Card
     lanes: Lanes
     patience_s: float
+    others: Sequence[Mapping[str, bytes]] = ()
+    """Of ranks 1 and up of this worker's tensor-parallel group: what their `Lanes.descriptors` says."""
     _keys: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
 
     def signed(self, request: pb.LeaseOpen) -> bool:
@@ -141,7 +156,9 @@ class PairServer:
             self._keys.popitem(last=False)
         area = self.lanes.area
         accepted = pb.PairAccepted(
-            lanes=self.lanes.descriptors(), probe_block=area.pattern.start, probe_blocks=area.num_blocks
+            ranks=[pb.RankPool(lanes=lanes) for lanes in (self.lanes.descriptors(), *self.others)],
+            probe_block=area.pattern.start,
+            probe_blocks=area.num_blocks,
         )
         await context.write(pb.PairResponse(accepted=accepted))
         return None
@@ -156,6 +173,11 @@ class PairClient:
     card: Card
     lanes: Lanes
     patience_s: float
+    layout: KvLayout
+    """Of the whole model."""
+    rank: int = 0
+    degree: int = 1
+    """This rank of the reader's own tensor-parallel group."""
     _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reads: set[Pull] = field(default_factory=set)
     """Of the probe, that may still write."""
@@ -194,14 +216,18 @@ class PairClient:
 
     async def _choose(self, key: bytes, accepted: pb.PairAccepted, holder: str) -> Pairing:
         """Connects over each lane that both have, reads the probe, and puts the fastest first."""
+        try:
+            ranks = sources_of(self.rank, self.degree, len(accepted.ranks), self.layout)
+        except ValueError as error:
+            raise PairingError(PairingFault.REFUSED, str(error)) from error
         working, failures = [], []
         for name, transport in self.lanes.transports.items():
-            if name not in accepted.lanes:
+            if any(name not in accepted.ranks[rank].lanes for rank, _ in ranks):
                 failures.append(f"{name}: the other side does not offer it")
                 continue
             try:
                 async with asyncio.timeout(self.patience_s):
-                    working.append(await self._measure(transport, holder, accepted))
+                    working.append(await self._measure(transport, holder, accepted, ranks))
             except (TransferError, TimeoutError) as error:
                 failures.append(f"{name}: {str(error) or 'no answer'}")
         if not working:
@@ -219,17 +245,27 @@ class PairClient:
             log.warning(
                 "lane_fallback reader=%s holder=%s lane=%s reason=%s", self.me.worker_id, holder, best.lane, note
             )
-        return Pairing(key, working, note)
+        return Pairing(key, working, self.degree == len(accepted.ranks) == 1, note)
 
-    async def _measure(self, transport: Transport, holder: str, accepted: pb.PairAccepted) -> PairedLane:
+    async def _measure(
+        self, transport: Transport, holder: str, accepted: pb.PairAccepted, ranks: Sequence[tuple[int, Cut]]
+    ) -> PairedLane:
         lanes = self.lanes
         if self._reads:
             raise TransferError(TransferFault.FAILED, "an earlier read of a probe is not over")
-        peer = await transport.connect(holder, accepted.lanes[transport.name])
         count = min(accepted.probe_blocks, lanes.area.num_blocks)
         pattern, targets = range(accepted.probe_block, accepted.probe_block + count), lanes.area.scratch[:count]
-        gbps = await read_probe(transport, peer, holder, pattern, lanes.memory, lanes.block_bytes, targets, self._track)
-        return PairedLane(transport, peer, gbps)
+        sources: list[tuple[Peer, Cut | None]] = []
+        speeds = []
+        for rank, cut in ranks:
+            name = rank_name(holder, rank)
+            peer = await transport.connect(name, accepted.ranks[rank].lanes[transport.name])
+            speeds.append(
+                await read_probe(transport, peer, name, pattern, lanes.memory, lanes.block_bytes, targets, self._track)
+            )
+            is_whole = cut == Cut(0, 0, lanes.block_bytes) and peer.block_bytes == lanes.block_bytes
+            sources.append((peer, None if is_whole else cut))
+        return PairedLane(transport, sources, min(speeds))
 
     def _track(self, pull: Pull) -> None:
         self._reads.add(pull)

@@ -43,6 +43,11 @@ def probe_area(num_blocks: int, block_bytes: int) -> ProbeArea:
     return ProbeArea(num_blocks, min(max(1, PROBE_BYTES // block_bytes), MAX_BLOCKS))
 
 
+def rank_name(name: str, rank: int) -> str:
+    """How transports call a rank of the worker `name`."""
+    return f"{name}#{rank}" if rank else name
+
+
 def fill_pattern(memory: PoolBytes, area: ProbeArea, block_bytes: int, name: str) -> None:
     """Writes what readers of the worker `name` expect."""
     for number, block in enumerate(area.pattern):

@@ -92,7 +92,8 @@ class HolderLink:
         await self.channel.close()
         if (pairing := self.paired) is not None:
             for lane in pairing.lanes:
-                await lane.transport.disconnect(lane.peer)
+                for peer, _ in lane.sources:
+                    await lane.transport.disconnect(peer)
 
     def _failed(self, task: asyncio.Task[Pairing]) -> None:
         error = None if task.cancelled() else task.exception()

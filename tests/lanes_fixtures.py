@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.layout import KvLayout
 from kvtransfer.pairing import PairClient, PairServer
 from kvtransfer.probe import fill_pattern, probe_area
 from kvtransfer.transports.base import allocate_pool, peer_name
@@ -37,4 +38,5 @@ def pair_client(
     lanes: Lanes, me: pb.PeerAddress, token: str = "secret", patience_s: float = 5.0, **card: str
 ) -> PairClient:
     assert lanes.first.peer_id == peer_name(me.worker_id, me.incarnation)
-    return PairClient(me, token, CARD | card, lanes, patience_s)
+    layout = KvLayout(1, 1, 1, 1, lanes.block_bytes // 2)  # one head, whatever is in it
+    return PairClient(me, token, CARD | card, lanes, patience_s, layout)

@@ -136,7 +136,7 @@ class Worker:
             return LeaseHolder(source, pairs, checksums=spec.checksums, liveness_s=liveness_s)
 
         reader = LeaseReader(
-            PairClient(me, token, card, lanes, liveness_s),
+            PairClient(me, token, card, lanes, liveness_s, layout),
             block_size=layout.block_size,
             liveness_s=liveness_s,
             max_retries=spec.read_retries,

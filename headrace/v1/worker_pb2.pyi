@@ -586,7 +586,17 @@ class PairChallenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class PairAccepted(_message.Message):
-    __slots__ = ("lanes", "probe_block", "probe_blocks")
+    __slots__ = ("ranks", "probe_block", "probe_blocks")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankPool]
+    probe_block: int
+    probe_blocks: int
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., probe_block: _Optional[int] = ..., probe_blocks: _Optional[int] = ...) -> None: ...
+
+class RankPool(_message.Message):
+    __slots__ = ("lanes",)
     class LanesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -595,12 +605,8 @@ class PairAccepted(_message.Message):
         value: bytes
         def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     LANES_FIELD_NUMBER: _ClassVar[int]
-    PROBE_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lanes: _containers.ScalarMap[str, bytes]
-    probe_block: int
-    probe_blocks: int
-    def __init__(self, lanes: _Optional[_Mapping[str, bytes]] = ..., probe_block: _Optional[int] = ..., probe_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, lanes: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class LeaseRevoked(_message.Message):
     __slots__ = ("reason",)

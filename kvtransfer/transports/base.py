@@ -209,6 +209,39 @@ def failed_pull(loop: asyncio.AbstractEventLoop, error: TransferError) -> Pull:
     return pull
 
 
+def joined_pull(loop: asyncio.AbstractEventLoop, parts: Sequence[Pull]) -> Pull:
+    """Several reads, from several peers, as one: done when all are, failed and given up with the first that fails,
+    terminal when none can write.
+    """
+    whole = Pull(loop, lambda: None if whole.terminal.done() else _cancel_all(parts))
+    began = loop.time()
+
+    def part_done(future: asyncio.Future[PullStats]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, TransferError):
+            whole.fail(error)
+            _cancel_all(parts)
+
+    def part_over(_: asyncio.Future[None]) -> None:
+        if not all(part.terminal.done() for part in parts):
+            return
+        if all(part.done.done() and not part.done.exception() for part in parts):
+            stats = [part.done.result() for part in parts]
+            moved, stalls = sum(s.bytes for s in stats), sum(s.stalls for s in stats)
+            whole.finish(PullStats(moved, loop.time() - began, stalls))
+        whole.abort()
+
+    for part in parts:
+        part.done.add_done_callback(part_done)
+        part.terminal.add_done_callback(part_over)
+    return whole
+
+
+def _cancel_all(parts: Sequence[Pull]) -> None:
+    for part in parts:
+        part.cancel()
+
+
 class Progress:
     """Bytes, time and stalls of one read; `now` in monotonic seconds."""
 

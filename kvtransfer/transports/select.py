@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.errors import StartupError
+from kvtransfer.core.layout import Cut
 from kvtransfer.probe import ProbeArea, fill_pattern, pattern_of
 from kvtransfer.transports.base import Peer, PoolBytes, Pull, TransferError, TransferFault, Transport, allocate_pool
 from kvtransfer.transports.tcp import TcpTransport
@@ -128,14 +129,17 @@ async def read_probe(
     targets: Sequence[int],
     track: Callable[[Pull], None] = lambda _: None,
 ) -> float:
-    """GB/s of reading the peer's `pattern` blocks into one's own `targets`, block bytes each. `holder`: its name.
+    """GB/s of reading the peer's `pattern` blocks into one's own `targets`, block bytes each; of blocks that are not
+    equally large, as much as fits both. `holder`: its name.
 
     Raises TransferError when a read fails or brings bytes that are not the holder's. `track` is told of each read: it
     may write on until it is terminal.
     """
+    size = min(block_bytes, peer.block_bytes)
+    cut = None if peer.block_bytes == block_bytes else Cut(0, 0, size)
 
     async def read(blocks: Sequence[int], into: Sequence[int]) -> None:
-        pull = transport.pull(peer, blocks, into)
+        pull = transport.pull(peer, blocks, into, cut)
         track(pull)
         try:
             await asyncio.shield(pull.done)
@@ -149,7 +153,7 @@ async def read_probe(
     await read(pattern, targets)
     seconds = time.perf_counter() - start
     for number, target in enumerate(targets):
-        got = memory[target * block_bytes : (target + 1) * block_bytes]
-        if not np.array_equal(got, pattern_of(holder, number, block_bytes)):
+        got = memory[target * block_bytes : target * block_bytes + size]
+        if not np.array_equal(got, pattern_of(holder, number, size)):
             raise TransferError(TransferFault.CORRUPT, f"block {number} of the probe came with other bytes")
-    return len(targets) * block_bytes / seconds / 1e9
+    return len(targets) * size / seconds / 1e9

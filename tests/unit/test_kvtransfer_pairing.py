@@ -91,15 +91,16 @@ class Sick(MemoryTransport):
     name = "sick"
     sickness = ""
 
-    def pull(self, peer: Any, remote_blocks: Any, local_blocks: Any) -> Pull:
+    def pull(self, peer: Any, remote_blocks: Any, local_blocks: Any, cut: Any = None) -> Pull:
         loop = asyncio.get_running_loop()
         if self.sickness == "fails":
             return failed_pull(loop, TransferError(TransferFault.PEER_LOST, "the wire was cut"))
-        pull = super().pull(peer, remote_blocks, local_blocks)
+        pull = super().pull(peer, remote_blocks, local_blocks, cut)
         if self.sickness in ("flips once", "flips"):
             if self.sickness == "flips once":
                 self.sickness = ""
-            target = self._own_pool().view(local_blocks[0], 1)
+            pool = self._own_pool()
+            target = pool.memory[local_blocks[0] * pool.block_bytes :]
             pull.done.add_done_callback(lambda _: target.__setitem__(5, target[5] ^ 4))
         return pull
 
