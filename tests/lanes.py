@@ -1,6 +1,7 @@
 """Transports for tests: one of each lane, peers in processes of their own that hold known bytes, and a reader of them.
 
 `ucx` uses the lanes UCX picks on this machine (shared memory); `ucx-tcp` forces the ones it uses between machines.
+`nccl` runs on gloo, its twin for CPUs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvtransfer.transports.base import (
     allocate_pool,
 )
 from kvtransfer.transports.memory import MemoryTransport
+from kvtransfer.transports.nccl import NcclTransport
 from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.ucx import UcxTransport
 
@@ -45,11 +47,11 @@ except ImportError as error:
 
 needs_nixl = pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
 UCX_LANES = [pytest.param(lane, marks=needs_nixl) for lane in ("ucx", "ucx-tcp")]
-LANES = ["memory", "tcp", *UCX_LANES]
+LANES = ["memory", "tcp", "nccl", *UCX_LANES]
 
 PROCESSES = multiprocessing.get_context("forkserver")
 """Peers are forked from a process that has imported what they need, so that each starts at once."""
-PROCESSES.set_forkserver_preload(["torch.distributed", "tests.lanes"])
+PROCESSES.set_forkserver_preload(["tests.lanes"])
 
 
 def make(lane: str, peer_id: str, read_timeout_s: float, token: str = TOKEN) -> Transport:
@@ -57,6 +59,8 @@ def make(lane: str, peer_id: str, read_timeout_s: float, token: str = TOKEN) -> 
         return MemoryTransport(peer_id, read_timeout_s)
     if lane == "tcp":
         return TcpTransport(peer_id, token, "127.0.0.1", read_timeout_s)
+    if lane == "nccl":
+        return NcclTransport(peer_id, token, "127.0.0.1", read_timeout_s)
     os.environ["UCX_TLS"] = "tcp" if lane == "ucx-tcp" else "all"
     return UcxTransport(peer_id, read_timeout_s)
 
