@@ -60,7 +60,7 @@ from kvtransfer.transports.tcp_wire import (
     send_frame,
 )
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 WINDOW = 2
 """Pieces of a pair under way: while one is copied into the pool the next one comes."""
 COPY_BYTES = 1 << 20
@@ -280,7 +280,7 @@ class NcclTransport:
             if not (isinstance(port, int) and isinstance(key, str)):
                 raise TransferError(TransferFault.FAILED, "malformed answer")
             store = await run(thread, Store, peer.host, port, key, PAIR_S)
-            return await run(thread, Group, self._backend, store, self._host, READER, PAIR_S)
+            return await run(thread, Group, self._backend, store, self._host, READER, PAIR_S, 2 * self._read_timeout_s)
 
         link, group = await self._link(sock, make)
         free: asyncio.Queue[Staging] = asyncio.Queue()
@@ -302,7 +302,7 @@ class NcclTransport:
             port = listening.getsockname()[1]
             store = await run(thread, Store, self._host, port, key, PAIR_S, listening.detach())
             await send_frame(sock, {"port": port, "key": key})
-            return await run(thread, Group, self._backend, store, self._host, HOLDER, PAIR_S)
+            return await run(thread, Group, self._backend, store, self._host, HOLDER, PAIR_S, 2 * self._read_timeout_s)
 
         link, group = await self._link(sock, make)
         try:
@@ -340,6 +340,8 @@ class NcclTransport:
             self._ending.add(link.ended)
             link.ended.add_done_callback(self._ending.discard)
             link.ended.add_done_callback(lambda _: self._links.discard(link))
+            if self._closed:
+                link.break_off(_given_up())
             return link, group
         except TimeoutError as error:
             raise TransferError(TransferFault.TIMEOUT, "no answer to the pairing") from error

@@ -1,8 +1,9 @@
 """A process group of two over torch.distributed: the reader is rank 0, the holder rank 1. Free-standing: neither
 `init_process_group` nor the worker's own groups know of it.
 
-All methods but `abort` block, and are called in one thread. With `nccl` each rank needs a GPU of its own, pieces pass
-through a buffer on it, and the order of sends and receives alone pairs them; `gloo` is the same on CPU memory.
+All methods but `abort` block, and are called in one thread. `gloo` moves CPU memory. With `nccl` each rank needs a GPU
+of its own (the first that its process sees), a piece passes through a buffer on it, the communicator is made by the
+first piece, and only an abort ends a wait. Written for it, tested with gloo.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost peers are errors of the reads
+os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # an error ends the communicator, not the process
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +65,7 @@ class Store:
                     host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening_fd
                 )
             )
-            self.inner = dist.PrefixStore(key, store)
+            self.inner: Any = dist.PrefixStore(key, store)
         except RuntimeError as error:
             raise TransferError(TransferFault.PEER_LOST, f"no store for the pair: {_first_line(error)}") from error
 
@@ -71,13 +73,23 @@ class Store:
 class Group:
     """Methods raise TransferError(peer_lost) when the other member is gone or the group was aborted."""
 
-    def __init__(self, backend: str, store: Store, host: str, rank: int, timeout_s: float) -> None:
-        """Waits for the other member, at most `timeout_s`."""
+    def __init__(
+        self, backend: str, store: Store, host: str, rank: int, pair_timeout_s: float, move_timeout_s: float
+    ) -> None:
+        """Waits for the other member, at most `pair_timeout_s`. A send or receive of more than `move_timeout_s` fails:
+        who waits for it should have aborted the group by then.
+        """
+        self._aborted = False
+        self._move_timeout = timedelta(seconds=move_timeout_s)
+        self._store = store
         self._other = HOLDER if rank == READER else READER
         self._backend = backend
         try:
-            self._group: Any = _make(backend, store.inner, host, rank, timedelta(seconds=timeout_s))
+            self._group: Any = _make(
+                backend, store.inner, host, rank, timedelta(seconds=pair_timeout_s), self._move_timeout
+            )
         except RuntimeError as error:
+            store.inner = None
             raise TransferError(TransferFault.PEER_LOST, f"no group for the pair: {_first_line(error)}") from error
 
     def send(self, staging: Staging, num_bytes: int) -> None:
@@ -92,6 +104,7 @@ class Group:
 
         Gloo's own abort lets waiters wait. But when one operation's time is over it closes all pairs of the group.
         """
+        self._aborted = True
         try:
             if self._backend == "nccl":
                 self._group.abort()
@@ -101,23 +114,31 @@ class Group:
         except RuntimeError:  # expected of gloo; and the group may be broken already
             pass
 
+    def close(self) -> None:
+        """Gives threads and sockets back, whoever still has this object: an exception's frames may, for long. Only when
+        nobody waits in it any more.
+        """
+        self._group = self._store.inner = None
+
     def _wait(self, start: Any) -> None:
         try:
-            start().wait()
+            start().wait(self._move_timeout)
             if self._backend == "nccl":
                 torch.cuda.synchronize()
         except RuntimeError as error:
             raise TransferError(TransferFault.PEER_LOST, _first_line(error)) from error
+        if self._aborted:
+            raise TransferError(TransferFault.PEER_LOST, "the group was aborted")
 
 
-def _make(backend: str, store: Any, host: str, rank: int, timeout: timedelta) -> Any:
+def _make(backend: str, store: Any, host: str, rank: int, to_pair: timedelta, to_move: timedelta) -> Any:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = to_move
         return dist.ProcessGroupNCCL(store, rank, 2, options)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timeout
+    options._timeout = to_pair
     return dist.ProcessGroupGloo(store, rank, 2, options)
 
 

@@ -75,7 +75,7 @@ class Link:
         finally:
             if not task.done():
                 task.cancel()
-        if task.done() and not task.cancelled():
+        if task.done() and not self.broken.done():
             return task.result()
         self.break_off(TransferError(TransferFault.TIMEOUT, f"nothing moved for {self._timeout_s} s"))
         await self.broken
@@ -103,4 +103,4 @@ class Link:
     def _abort(self) -> None:
         self._group.abort()
         self._thread.shutdown(wait=True)
-        del self._group
+        self._group.close()

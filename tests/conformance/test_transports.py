@@ -159,12 +159,13 @@ def test_descriptors_that_do_not_fit_are_refused(lane: str) -> None:
     run(test())
 
 
-def test_tcp_refuses_a_wrong_token_a_stale_name_and_nonsense() -> None:
+@pytest.mark.parametrize("lane", ["tcp", "nccl"])
+def test_a_lane_with_a_port_refuses_a_wrong_token_a_stale_name_and_nonsense(lane: str) -> None:
     async def test() -> None:
-        async with pair("tcp") as (reader, remote):
-            good = Descriptor.decode(remote.descriptor, "tcp", remote.peer_id)
+        async with pair(lane) as (reader, remote):
+            good = Descriptor.decode(remote.descriptor, lane, remote.peer_id)
             # 1. a stranger who guesses the token
-            stranger = make("tcp", random_ids("reader"), 5.0, token="guess")
+            stranger = make(lane, random_ids("reader"), 5.0, token="guess")
             await stranger.start(allocate_pool(8 * MIB), MIB)
             with pytest.raises(TransferError, match="unauthenticated"):
                 await stranger.connect(remote.peer_id, remote.descriptor)
