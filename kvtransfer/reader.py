@@ -27,7 +27,11 @@ MAX_ACCOUNTS = 256
 """Holders of which an account is kept; names come from outside, and each is a time series in somebody's metrics."""
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+Dial = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to a holder's address."""
+
+
+def dial(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -112,9 +116,9 @@ class LeaseReader:
         block_size: int,
         liveness_s: float = 8.0,
         max_retries: int = 1,
-        channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        dial: Dial = dial,
     ) -> None:
-        """`max_retries`: reads of one hand-off that are made again after they failed. `channel`: to an address."""
+        """`max_retries`: reads of one hand-off that are made again after they failed."""
         self.client = client
         self.me = client.me
         self.lanes = client.lanes
@@ -123,7 +127,7 @@ class LeaseReader:
         self.max_retries = max_retries
         self.loop = asyncio.get_running_loop()
         self.accounts: dict[str, PairAccount] = {}
-        self._channel = channel
+        self._dial = dial
         self._sources: dict[str, HolderLink] = {}
         self._live: set[Adoption] = set()
         self._reads: set[Pull] = set()
@@ -216,7 +220,7 @@ class LeaseReader:
         if known is not None and known.address == address:
             known.users += 1
             return known
-        fresh = self._sources[address.worker_id] = HolderLink(address, self._channel(address.address), self.client)
+        fresh = self._sources[address.worker_id] = HolderLink(address, self._dial(address.address), self.client)
         fresh.users = 1
         if known is not None:
             await self._retire(known)

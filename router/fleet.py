@@ -11,7 +11,7 @@ from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.pairing import mismatch
 from router.core.placement import WorkerKey
 from router.core.router import Router
-from router.session import SessionSink, WorkerSession
+from router.session import Dial, SessionSink, WorkerSession, dial
 from router.spec import GatewaySpec
 
 log = logging.getLogger("headrace.router.fleet")
@@ -23,10 +23,11 @@ MAX_MET = 64
 class Fleet:
     """Sessions follow the membership that the controller pushes. The sink hears of sessions, the router of workers."""
 
-    def __init__(self, spec: GatewaySpec, sink: SessionSink, router: Router) -> None:
+    def __init__(self, spec: GatewaySpec, sink: SessionSink, router: Router, dial: Dial = dial) -> None:
         self._router = router
         self._spec = spec
         self._sink = sink
+        self._dial = dial
         self._sessions: dict[str, WorkerSession] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._version = 0
@@ -57,7 +58,7 @@ class Fleet:
             if worker_id not in self._sessions:
                 key = WorkerKey(worker_id, member.incarnation)
                 self._sessions[worker_id] = WorkerSession(
-                    spec.gateway_id, key, member.address, spec.cluster_token, spec.liveness_s, self._sink
+                    spec.gateway_id, key, member.address, spec.cluster_token, spec.liveness_s, self._sink, self._dial
                 )
         return True
 

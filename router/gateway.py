@@ -45,7 +45,7 @@ from router.core.placement import Mode
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
 from router.placing import Names, Placing
-from router.session import WorkerSession
+from router.session import Dial, WorkerSession, dial
 from router.spec import GatewaySpec
 from router.text import TextModel
 from router.tools import Tools, call_finder, check_room, check_unused, waiting
@@ -76,6 +76,7 @@ class Gateway:
         ids: IdFactory = random_ids,
         clock: Clock = monotonic,
         chance: Callable[[], float] = random.random,
+        dial: Dial = dial,
     ) -> None:
         self.spec = spec
         self.text = text
@@ -88,7 +89,7 @@ class Gateway:
         self._handles = itertools.count(1)
         self.placing = Placing(spec, chance, lambda: self.fleet.fingerprint())
         self.router = self.placing.router
-        self.fleet = Fleet(spec, self, self.router)
+        self.fleet = Fleet(spec, self, self.router, dial)
         self.gate = Gate(spec)
         self.tools = Tools()
         self._legs: dict[int, tuple[Branch, Leg]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
@@ -35,6 +35,14 @@ CHANNEL_OPTIONS = [
 ]
 
 
+Dial = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to a worker's address."""
+
+
+def dial(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
 class SessionSink(Protocol):
     """What the session tells its owner, on the event loop."""
 
@@ -51,7 +59,14 @@ class WorkerSession:
     """Reconnects until `close`. `connected` is true between session_up and session_lost."""
 
     def __init__(
-        self, gateway_id: str, key: WorkerKey, address: str, cluster_token: str, liveness_s: float, sink: SessionSink
+        self,
+        gateway_id: str,
+        key: WorkerKey,
+        address: str,
+        cluster_token: str,
+        liveness_s: float,
+        sink: SessionSink,
+        dial: Dial = dial,
     ) -> None:
         self.key = key
         self.address = address
@@ -67,6 +82,7 @@ class WorkerSession:
         self._metadata = (("x-headrace-cluster", cluster_token),)
         self._liveness_s = liveness_s
         self._sink = sink
+        self._dial = dial
         self._outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue(OUTBOUND_FRAMES)
         self._reset = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"session {key.worker_id}")
@@ -104,7 +120,7 @@ class WorkerSession:
 
     async def status(self, timeout_s: float, audit: bool = False) -> pb.WorkerStatusResponse | None:
         """The worker's own account; None when it does not answer in time. See WorkerStatusRequest for `audit`."""
-        async with self._channel() as channel:
+        async with self._dial(self.address) as channel:
             try:
                 answer: pb.WorkerStatusResponse = await rpc.WorkerStub(channel).WorkerStatus(
                     pb.WorkerStatusRequest(audit=audit), metadata=self._metadata, timeout=timeout_s
@@ -112,9 +128,6 @@ class WorkerSession:
                 return answer
             except grpc.aio.AioRpcError:
                 return None
-
-    def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
 
     async def _run(self) -> None:
         delay_s = 0.05
@@ -146,7 +159,7 @@ class WorkerSession:
     async def _serve(self) -> bool:
         """One connection, until it ends or breaks; True when it had come up."""
         self._reset.clear()
-        async with self._channel() as channel:
+        async with self._dial(self.address) as channel:
             self._outbound = asyncio.Queue(OUTBOUND_FRAMES)
             call = rpc.WorkerStub(channel).Session(self._requests(self._outbound), metadata=self._metadata)
             reset = asyncio.create_task(self._reset.wait())

@@ -19,7 +19,7 @@ from typing import Protocol
 from headrace.clock import Clock, monotonic
 from headrace.ids import RequestKey
 from headrace.process import EXIT_BROKEN
-from workers.core.plan import StepEvents
+from workers.core.plan import StepEvents, StepPlan, StepResult
 from workers.core.request import Keep
 from workers.core.scheduler import Scheduler
 from workers.runner.base import Runner
@@ -66,6 +66,8 @@ class Engine:
         self._sink = sink
         self._clock = clock
         self._wake = threading.Condition(self.lock)
+        self._planned = 0.0
+        self._predicted_s = 0.0
         self._step_began: float | None = None
         self._longest_step_s = 0.0
         self._stopping = False
@@ -90,11 +92,21 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration; False when there was nothing to run. Tells what the step before this one meant."""
+        plan = self.begin()
+        if plan is None:
+            return False
+        result = self._runner.run(plan)
+        self.end(plan, result)
+        return True
+
+    def begin(self) -> StepPlan | None:
+        """What to run now, with the lock given back; `end` must follow. None: nothing."""
         with self.lock:
             self._woken = False
             planned = self._clock()
             plan = self._scheduler.schedule(planned)
-            started, predicted_s = self._scheduler.started, self._scheduler.predicted_s
+            started, self._predicted_s = self._scheduler.started, self._scheduler.predicted_s
+            self._planned = planned
             self.last_schedule_s = self._clock() - planned
             refused, self._scheduler.refused = self._scheduler.refused, []
             paused, self._scheduler.paused = self._scheduler.paused, []
@@ -104,28 +116,30 @@ class Engine:
         if paused:
             self._sink.paused(paused)
         if plan is None:
-            return False
+            return None
         if started:
             self._sink.step_began(started)
-        began = self._step_began = self._clock()
-        result = self._runner.run(plan)
+        self._step_began = self._clock()
+        return plan
+
+    def end(self, plan: StepPlan, result: StepResult) -> None:
+        """The step has run."""
         with self.lock:
             ended = self._clock()
             events = self._scheduler.apply(plan, result, ended)
             self.last_apply_s = self._clock() - ended
             self.stats.add(
                 plan,
-                predicted_s=predicted_s,
-                step_s=ended - planned,
+                predicted_s=self._predicted_s,
+                step_s=ended - self._planned,
                 schedule_s=self.last_schedule_s,
                 apply_s=self.last_apply_s,
             )
+        self.last_step_s = self.step_age_s
         self._step_began = None
-        self.last_step_s = self._clock() - began
         self._longest_step_s = max(self._longest_step_s, self.last_step_s)
         self.steps += 1
         self._untold = events
-        return True
 
     def _tell(self) -> None:
         events, self._untold = self._untold, None
