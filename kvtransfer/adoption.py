@@ -29,7 +29,7 @@ from kvtransfer.core.handoff import Pull as StartPull
 from kvtransfer.core.lease import HandOffRecord
 from kvtransfer.digests import changed_blocks
 from kvtransfer.pairing import UNPAIRED, PairedLane, Pairing, PairingError, PairingFault
-from kvtransfer.stream import GONE, Outbox, Over, pump
+from kvtransfer.stream import Outbox, Over, pump
 from kvtransfer.transports.base import Pull, PullStats, TransferError, TransferFault
 from kvtransfer.wire import join_hashes, record_from_proto
 
@@ -159,9 +159,10 @@ class Adoption:
         try:
             self._outbox.put(pb.LeaseRequest(open=self._open_message(pairing)))
             beat = pb.LeaseRequest(heartbeat=pb.Heartbeat())
-            match await pump(call.read, call.write, self._hear, self._outbox, beat, reader.liveness_s):
-                case Over.SAID:
-                    await self._say_goodbye(call)
+            over = await pump(
+                call.read, call.write, self._hear, self._outbox, beat, reader.liveness_s, call.done_writing
+            )
+            match over:
                 case Over.SILENT:
                     self._do(handoff.broken("silence"))
                 case Over.GONE:
@@ -177,16 +178,6 @@ class Adoption:
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
             return self._handoff.refused(details)
         return self._handoff.broken(code.name)
-
-    async def _say_goodbye(self, call: Any) -> None:
-        """Lets the holder read the close before the call goes."""
-        try:
-            async with asyncio.timeout(self._reader.liveness_s / 4):
-                await call.done_writing()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-        except (TimeoutError, *GONE):
-            pass
 
     def _open_message(self, pairing: Pairing) -> pb.LeaseOpen:
         return pb.LeaseOpen(

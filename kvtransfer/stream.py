@@ -8,6 +8,7 @@ ticks of this event loop, so that a loop which was itself held up does not blame
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -56,8 +57,14 @@ async def pump(
     outbox: Outbox[Any],
     heartbeat: Any,
     liveness_s: float,
+    hang_up: Callable[[], Awaitable[None]] | None = None,
 ) -> Over:
-    """Runs a stream until it is over. Errors of `hear` are raised. Leaves no task behind, cancelled or not."""
+    """Runs a stream until it is over. Errors of `hear` are raised. Leaves no task behind, cancelled or not.
+
+    hang_up: says that nothing more will be written, once the outbox has ended; then the other side has liveness_s / 4
+    to end the stream. Without it the stream is left at once, and a call whose read is cancelled with what it had
+    written last perhaps unread.
+    """
     heard = asyncio.Event()
 
     async def receive() -> None:
@@ -87,12 +94,17 @@ async def pump(
     receiving, sending, watching = tasks = [asyncio.ensure_future(work()) for work in (receive, send, watch)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if sending.done() and not sending.exception():
-            return Over.SAID
+        said = sending.done() and not sending.exception()
+        if said and hang_up is not None:
+            with contextlib.suppress(*GONE):
+                await hang_up()
+                await asyncio.wait((receiving,), timeout=liveness_s / 4)
         for task in (receiving, sending):
             error = task.exception() if task.done() else None
             if error is not None and not isinstance(error, GONE):
                 raise error
+        if said:
+            return Over.SAID
         return Over.SILENT if watching.done() else Over.GONE
     finally:
         for task in tasks:
