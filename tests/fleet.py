@@ -6,6 +6,7 @@ The production controller would mend what a test breaks; here nothing happens th
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -47,6 +48,8 @@ class Proc:
         self.process.stdin.write(spec.model_dump_json() + "\n")
         self.process.stdin.flush()
         self.errors: list[str] = []
+        self.error_times: list[float] = []
+        """When each line came, in monotonic seconds."""
         self._drain = threading.Thread(target=self._read_errors, daemon=True)
         self._drain.start()
 
@@ -58,6 +61,18 @@ class Proc:
             self._drain.join(5)
             raise RuntimeError(f"{self.process.args} did not start: {''.join(self.errors)}")
         return line
+
+    def ask(self, **command: object) -> dict:
+        """Has a `tests.faulty_worker` obey; its answer."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def said(self, text: str, since: float) -> float | None:
+        """When the first line with this text came after `since` (monotonic seconds); None: none has."""
+        lines = list(zip(self.error_times, self.errors, strict=False))
+        return next((at for at, line in lines if at >= since and text in line), None)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -76,12 +91,15 @@ class Proc:
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            self.error_times.append(time.monotonic())
             self.errors.append(line)
             if os.environ.get("HEADRACE_LOG"):
                 sys.stderr.write(line)
 
 
 class Fleet:
+    worker_module = "workers.main"
+
     def __init__(self, model_path: Path, roles: list[Role], *, gateway: dict | None = None, **worker: object) -> None:
         self.model_path = model_path
         self._worker_options = {
@@ -133,7 +151,7 @@ class Fleet:
             controller_pid=os.getpid(),
             **self._worker_options,
         )
-        self.workers[name] = Proc("workers.main", spec)
+        self.workers[name] = Proc(self.worker_module, spec)
 
     def restart(self, name: str) -> None:
         """A new incarnation under the same name, told to the gateway once ready."""
@@ -144,9 +162,15 @@ class Fleet:
         self.ready[name] = WorkerReady.model_validate_json(self.workers[name].ready_line())
         self.push_members()
 
+    def member_address(self, ready: WorkerReady) -> str:
+        """Where the gateway, and so the other workers, find this one."""
+        return ready.address
+
     def push_members(self) -> None:
         members = [
-            admin_pb2.Member(worker_id=r.worker_id, incarnation=r.incarnation, address=r.address, role=r.role.value)
+            admin_pb2.Member(
+                worker_id=r.worker_id, incarnation=r.incarnation, address=self.member_address(r), role=r.role.value
+            )
             for r in self.ready.values()
         ]
         request = admin_pb2.SetMembersRequest(version=next(self._version), members=members)

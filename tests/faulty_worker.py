@@ -1,0 +1,262 @@
+"""A worker that does wrong on command: python -m tests.faulty_worker < spec.json, then commands as JSON lines.
+
+It is `workers.main` with three of its parts wrapped from outside: what its lease streams write, its transport's reads
+and its runner's steps. Each line on stdin is answered by one line on stdout. `report` counts what has really happened;
+a fault that was armed and found no victim is not in it.
+
+    {"do": "message", "verb": V, "kind": K, "count": N}  the next N lease messages of that kind that it sends
+                                                         V: drop | duplicate | reorder (goes out behind the next one)
+    {"do": "late", "wait_s": S}     the next read of more than nothing moves nothing until its owner gives it up, and
+                                    S seconds later writes its target blocks full of noise, then ends
+    {"do": "flip"}                  one bit of a block is wrong after the next read
+    {"do": "sleep", "seconds": S}   the next step takes so much longer
+    {"do": "memory", "bytes": N}    what the machine seems to have left; null: the truth
+    {"do": "advertise", "port": N}  readers find the TCP lane at that port from now on; answers the real one
+    {"do": "disarm"}                forgets what has not happened yet
+    {"do": "report"}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+import kvtransfer.adoption
+import kvtransfer.holder
+import workers.main
+from headrace.control_groups import available_bytes
+from headrace.process import die_with_parent, log_to_stderr, serve
+from kvtransfer.transports.base import Pool, Pull, TransferError, TransferFault
+from kvtransfer.transports.select import Lane
+from workers.core.plan import StepPlan, StepResult
+from workers.main import Worker, torch_runner
+from workers.runner.base import Runner
+from workers.spec import WorkerSpec
+
+Send = Callable[[Any], Awaitable[None]]
+
+
+class Faults:
+    """What is armed and what has happened. The command thread arms, the event loop and the engine thread act."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.happened: Counter[str] = Counter()
+        self.lane: Lane | None = None
+        self.memory_bytes: int | None = None
+        self._messages: list[list[Any]] = []
+        """[verb, kind, how many more]."""
+        self._single: dict[str, float] = {}
+        """late, flip, sleep: armed once, with a number."""
+
+    def obey(self, command: dict[str, Any]) -> dict[str, Any]:
+        match command["do"]:
+            case "report":
+                return dict(self.happened)
+            case "disarm":
+                with self.lock:
+                    self._messages.clear()
+                    self._single.clear()
+            case "message":
+                with self.lock:
+                    self._messages.append([command["verb"], command["kind"], command.get("count", 1)])
+            case "late":
+                self._single["late"] = command["wait_s"]
+            case "flip":
+                self._single["flip"] = 1.0
+            case "sleep":
+                self._single["sleep"] = command["seconds"]
+            case "memory":
+                self.memory_bytes = command["bytes"]
+            case "advertise":
+                return {"port": self._advertise(command["port"])}
+            case other:
+                raise ValueError(f"no such command: {other}")
+        return {}
+
+    def take(self, name: str) -> float:
+        """The number that a single fault was armed with, once; 0: it is not armed."""
+        with self.lock:
+            return self._single.pop(name, 0.0)
+
+    def happens(self, what: str, count: int = 1) -> None:
+        with self.lock:
+            self.happened[what] += count
+
+    def verb(self, kind: str) -> str:
+        """What is to be done to a message of this kind that goes out now; "": nothing."""
+        with self.lock:
+            for armed in self._messages:
+                if armed[1] == kind and armed[2] > 0:
+                    armed[2] -= 1
+                    return str(armed[0])
+        return ""
+
+    def _advertise(self, port: int) -> int:
+        assert self.lane is not None
+        transport: Any = self.lane.transport
+        parts = msgpack.unpackb(transport.descriptor())
+        at = next(i for i, part in enumerate(parts) if isinstance(part, bytes))
+        host, real = msgpack.unpackb(parts[at])
+        parts[at] = msgpack.packb([host, port])
+        transport.descriptor = lambda: bytes(msgpack.packb(parts))
+        return int(real)
+
+
+def faulty_pump(faults: Faults, pump: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """`kvtransfer.stream.pump` that loses, repeats and reorders what it writes."""
+
+    def faulty(write: Send) -> Send:
+        behind: list[Any] = []
+
+        async def send(message: Any) -> None:
+            kind = message.WhichOneof("kind")
+            verb = faults.verb(kind)
+            if verb == "reorder":
+                behind.append(message)
+                return
+            if verb == "drop":
+                faults.happens(f"drop {kind}")
+                return
+            await write(message)
+            if verb == "duplicate":
+                await write(message)
+                faults.happens(f"duplicate {kind}")
+            while behind:
+                late = behind.pop()
+                await write(late)
+                faults.happens(f"reorder {late.WhichOneof('kind')}")
+
+        return send
+
+    async def run(read: Any, write: Send, *rest: Any, **named: Any) -> Any:
+        return await pump(read, faulty(write), *rest, **named)
+
+    return run
+
+
+class FaultyReads:
+    """Takes the place of a transport's `pull`."""
+
+    def __init__(self, faults: Faults, transport: Any, pool: Pool, read_timeout_s: float) -> None:
+        self._faults = faults
+        self._transport = transport
+        self._real = transport.pull
+        self._pool = pool
+        self._read_timeout_s = read_timeout_s
+
+    def pull(self, peer: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int], *rest: Any) -> Pull:
+        if remote_blocks and (wait_s := self._faults.take("late")):
+            return self._late(list(local_blocks), wait_s)
+        pull: Pull = self._real(peer, remote_blocks, local_blocks, *rest)
+        return self._flipped(pull, local_blocks[-1]) if remote_blocks and self._faults.take("flip") else pull
+
+    def _late(self, blocks: list[int], wait_s: float) -> Pull:
+        loop = asyncio.get_running_loop()
+
+        def give_up() -> None:  # out of time, and then told so by its owner
+            if not given_up.is_set():
+                given_up.set()
+                limit.cancel()
+                loop.call_later(wait_s, write)
+
+        def write() -> None:
+            for block in blocks:
+                self._pool.view(block, 1)[:] = os.urandom(self._pool.block_bytes)
+            self._faults.happens("late blocks", len(blocks))
+            pull.end()
+
+        def out_of_time() -> None:
+            pull.fail(TransferError(TransferFault.TIMEOUT, "nothing moved"))
+            give_up()
+
+        given_up = asyncio.Event()
+        pull = Pull(loop, give_up)
+        limit = loop.call_later(self._read_timeout_s, out_of_time)
+        return pull
+
+    def _flipped(self, real: Pull, block: int) -> Pull:
+        """The same read, with a bit of one of its target blocks turned before its owner hears that it is done."""
+        pull = Pull(asyncio.get_running_loop(), real.cancel)
+
+        def done(future: Any) -> None:
+            if future.exception() is not None:
+                pull.fail(future.exception())
+                return
+            self._pool.view(block, 1)[self._pool.block_bytes // 2] ^= 1
+            self._faults.happens("flip")
+            pull.finish(future.result())
+
+        real.done.add_done_callback(done)
+        real.terminal.add_done_callback(lambda _: pull.end())
+        return pull
+
+
+def faulty_runner(faults: Faults, spec: WorkerSpec) -> Runner:
+    runner = torch_runner(spec)
+    run = runner.run
+
+    def slow(plan: StepPlan) -> StepResult:
+        if seconds := faults.take("sleep"):
+            time.sleep(seconds)
+            faults.happens("sleep")
+        return run(plan)
+
+    runner.run = slow  # type: ignore[method-assign]
+    return runner
+
+
+def install(faults: Faults, spec: WorkerSpec) -> Worker:
+    for module in (kvtransfer.adoption, kvtransfer.holder):
+        module.pump = faulty_pump(faults, module.pump)  # type: ignore[attr-defined]
+    make_transport = workers.main.make_transport
+
+    async def make_faulty(name: str, memory: np.ndarray, block_bytes: int, **options: Any) -> Lane:
+        lane = faults.lane = await make_transport(name, memory, block_bytes, **options)
+        reads = FaultyReads(faults, lane.transport, Pool(memory, block_bytes), spec.read_timeout_s)
+        lane.transport.pull = reads.pull  # type: ignore[method-assign]
+        return lane
+
+    def left_bytes() -> int:
+        return available_bytes() if faults.memory_bytes is None else faults.memory_bytes
+
+    workers.main.make_transport = make_faulty  # type: ignore[assignment]
+    workers.main.available_bytes = left_bytes  # type: ignore[attr-defined]
+    return Worker(spec, lambda spec: faulty_runner(faults, spec))
+
+
+def obey_stdin(faults: Faults) -> None:
+    """Reads the descriptor itself: a thread that waits inside `sys.stdin` cannot be left behind at exit."""
+    waiting = b""
+    while data := os.read(0, 1 << 16):
+        *lines, waiting = (waiting + data).split(b"\n")
+        for line in lines:
+            print(json.dumps(faults.obey(json.loads(line))), flush=True)
+
+
+def main() -> None:
+    spec = WorkerSpec.model_validate_json(sys.stdin.readline())
+    log_to_stderr(spec.worker_id)
+    die_with_parent(spec.controller_pid)
+    faults = Faults()
+
+    async def run() -> int:
+        worker = install(faults, spec)
+        threading.Thread(target=obey_stdin, args=(faults,), name="faults", daemon=True).start()
+        return await serve(worker)
+
+    sys.exit(asyncio.run(run()))
+
+
+if __name__ == "__main__":
+    main()
