@@ -163,8 +163,8 @@ class Adoption:
                 call.read, call.write, self._hear, self._outbox, beat, reader.liveness_s, call.done_writing
             )
             match over:
-                case Over.SILENT:
-                    self._do(handoff.broken("silence"))
+                case Over.SILENT | Over.GAP:
+                    self._do(handoff.broken(over.value))
                 case Over.GONE:
                     self._do(await self._verdict(source, call))
         finally:

@@ -142,6 +142,7 @@ class LeaseHolder:
                 served.outbox,
                 pb.LeaseResponse(heartbeat=pb.Heartbeat()),
                 self._liveness_s,
+                num_heard=1,
             )
         finally:
             self._do(served, lease.broken())

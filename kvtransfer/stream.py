@@ -3,12 +3,16 @@
 Liveness is the application's own, because a connection answers pings while its process hangs: an idle side sends a
 heartbeat every liveness_s / 4, and a side that heard nothing for liveness_s counts as gone. Silence is counted in
 ticks of this event loop, so that a loop which was itself held up does not blame the other side.
+
+Each side numbers its messages, heartbeats included. A repeat is dropped; a gap ends the stream at once, or with the
+next heartbeat when the last message is the one that is missing. Nobody waits for what will never come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -31,7 +35,9 @@ class Over(Enum):
     """The outbox ended it and all was written."""
     GONE = "gone"
     """The other side ended it or its connection broke."""
-    SILENT = "silent"
+    SILENT = "silence"
+    GAP = "gap"
+    """A message of the other side did not arrive."""
 
 
 class Outbox(Generic[M]):
@@ -58,20 +64,30 @@ async def pump(
     heartbeat: Any,
     liveness_s: float,
     hang_up: Callable[[], Awaitable[None]] | None = None,
+    num_heard: int = 0,
 ) -> Over:
     """Runs a stream until it is over. Errors of `hear` are raised. Leaves no task behind, cancelled or not.
 
     hang_up: says that nothing more will be written, once the outbox has ended; then the other side has liveness_s / 4
     to end the stream. Without it the stream is left at once, and a call whose read is cancelled with what it had
     written last perhaps unread.
-    """
-    heard = asyncio.Event()
 
-    async def receive() -> None:
+    num_heard: messages of the other side that were read before.
+    """
+    heard, numbers = asyncio.Event(), itertools.count(1)
+
+    async def receive() -> bool:
+        """False: a message is missing."""
+        last = num_heard
         while (message := await read()) is not grpc.aio.EOF:
             heard.set()
-            await hear(message)
-            heard.set()
+            if not 0 < message.number <= last + 1:
+                return False
+            if message.number == last + 1:
+                last = message.number
+                await hear(message)
+                heard.set()
+        return True
 
     async def send() -> None:
         while True:
@@ -82,6 +98,7 @@ async def pump(
                 message = heartbeat
             if message is None:
                 return
+            message.number = next(numbers)
             await write(message)
 
     async def watch() -> None:
@@ -105,6 +122,8 @@ async def pump(
                 raise error
         if said:
             return Over.SAID
+        if receiving.done() and not receiving.exception() and not receiving.result():
+            return Over.GAP
         return Over.SILENT if watching.done() else Over.GONE
     finally:
         for task in tasks:

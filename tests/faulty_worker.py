@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -38,24 +38,21 @@ from headrace.control_groups import available_bytes
 from headrace.process import die_with_parent, log_to_stderr, serve
 from kvtransfer.transports.base import Pool, Pull, TransferError, TransferFault
 from kvtransfer.transports.select import Lane
+from tests.faulty_streams import MessageFaults, faulty_pump
 from workers.core.plan import StepPlan, StepResult
 from workers.main import Worker, torch_runner
 from workers.runner.base import Runner
 from workers.spec import WorkerSpec
-
-Send = Callable[[Any], Awaitable[None]]
 
 
 class Faults:
     """What is armed and what has happened. The command thread arms, the event loop and the engine thread act."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.happened: Counter[str] = Counter()
+        self.messages = MessageFaults(self.happened)
         self.lane: Lane | None = None
         self.memory_bytes: int | None = None
-        self._messages: list[list[Any]] = []
-        """[verb, kind, how many more]."""
         self._single: dict[str, float] = {}
         """late, flip, sleep: armed once, with a number."""
 
@@ -64,12 +61,10 @@ class Faults:
             case "report":
                 return dict(self.happened)
             case "disarm":
-                with self.lock:
-                    self._messages.clear()
-                    self._single.clear()
+                self.messages.armed.clear()
+                self._single.clear()
             case "message":
-                with self.lock:
-                    self._messages.append([command["verb"], command["kind"], command.get("count", 1)])
+                self.messages.arm(command["verb"], command["kind"], command.get("count", 1))
             case "late":
                 self._single["late"] = command["wait_s"]
             case "flip":
@@ -86,21 +81,7 @@ class Faults:
 
     def take(self, name: str) -> float:
         """The number that a single fault was armed with, once; 0: it is not armed."""
-        with self.lock:
-            return self._single.pop(name, 0.0)
-
-    def happens(self, what: str, count: int = 1) -> None:
-        with self.lock:
-            self.happened[what] += count
-
-    def verb(self, kind: str) -> str:
-        """What is to be done to a message of this kind that goes out now; "": nothing."""
-        with self.lock:
-            for armed in self._messages:
-                if armed[1] == kind and armed[2] > 0:
-                    armed[2] -= 1
-                    return str(armed[0])
-        return ""
+        return self._single.pop(name, 0.0)
 
     def _advertise(self, port: int) -> int:
         assert self.lane is not None
@@ -111,38 +92,6 @@ class Faults:
         parts[at] = msgpack.packb([host, port])
         transport.descriptor = lambda: bytes(msgpack.packb(parts))
         return int(real)
-
-
-def faulty_pump(faults: Faults, pump: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """`kvtransfer.stream.pump` that loses, repeats and reorders what it writes."""
-
-    def faulty(write: Send) -> Send:
-        behind: list[Any] = []
-
-        async def send(message: Any) -> None:
-            kind = message.WhichOneof("kind")
-            verb = faults.verb(kind)
-            if verb == "reorder":
-                behind.append(message)
-                return
-            if verb == "drop":
-                faults.happens(f"drop {kind}")
-                return
-            await write(message)
-            if verb == "duplicate":
-                await write(message)
-                faults.happens(f"duplicate {kind}")
-            while behind:
-                late = behind.pop()
-                await write(late)
-                faults.happens(f"reorder {late.WhichOneof('kind')}")
-
-        return send
-
-    async def run(read: Any, write: Send, *rest: Any, **named: Any) -> Any:
-        return await pump(read, faulty(write), *rest, **named)
-
-    return run
 
 
 class FaultyReads:
@@ -173,7 +122,7 @@ class FaultyReads:
         def write() -> None:
             for block in blocks:
                 self._pool.view(block, 1)[:] = os.urandom(self._pool.block_bytes)
-            self._faults.happens("late blocks", len(blocks))
+            self._faults.happened["late blocks"] += len(blocks)
             pull.end()
 
         def out_of_time() -> None:
@@ -194,7 +143,7 @@ class FaultyReads:
                 pull.fail(future.exception())
                 return
             self._pool.view(block, 1)[self._pool.block_bytes // 2] ^= 1
-            self._faults.happens("flip")
+            self._faults.happened["flip"] += 1
             pull.finish(future.result())
 
         real.done.add_done_callback(done)
@@ -209,7 +158,7 @@ def faulty_runner(faults: Faults, spec: WorkerSpec) -> Runner:
     def slow(plan: StepPlan) -> StepResult:
         if seconds := faults.take("sleep"):
             time.sleep(seconds)
-            faults.happens("sleep")
+            faults.happened["sleep"] += 1
         return run(plan)
 
     runner.run = slow  # type: ignore[method-assign]
@@ -218,7 +167,7 @@ def faulty_runner(faults: Faults, spec: WorkerSpec) -> Runner:
 
 def install(faults: Faults, spec: WorkerSpec) -> Worker:
     for module in (kvtransfer.adoption, kvtransfer.holder):
-        module.pump = faulty_pump(faults, module.pump)  # type: ignore[attr-defined]
+        module.pump = faulty_pump(faults.messages, module.pump)  # type: ignore[attr-defined]
     make_transport = workers.main.make_transport
 
     async def make_faulty(name: str, memory: np.ndarray, block_bytes: int, **options: Any) -> Lane:

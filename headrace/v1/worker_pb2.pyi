@@ -437,18 +437,20 @@ class LoadReport(_message.Message):
     def __init__(self, submit_seq: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., adopting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache_epoch: _Optional[int] = ..., cache_seq: _Optional[int] = ..., queue_s: _Optional[float] = ..., decode_rows: _Optional[int] = ..., decode_context: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., step_costs: _Optional[_Iterable[float]] = ..., eviction_ms_per_block: _Optional[float] = ..., restore_block_s: _Optional[float] = ..., closed: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("open", "verify", "pulled", "close", "heartbeat")
+    __slots__ = ("number", "open", "verify", "pulled", "close", "heartbeat")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    number: int
     open: LeaseOpen
     verify: LeaseVerify
     pulled: LeasePulled
     close: LeaseClose
     heartbeat: Heartbeat
-    def __init__(self, open: _Optional[_Union[LeaseOpen, _Mapping]] = ..., verify: _Optional[_Union[LeaseVerify, _Mapping]] = ..., pulled: _Optional[_Union[LeasePulled, _Mapping]] = ..., close: _Optional[_Union[LeaseClose, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., open: _Optional[_Union[LeaseOpen, _Mapping]] = ..., verify: _Optional[_Union[LeaseVerify, _Mapping]] = ..., pulled: _Optional[_Union[LeasePulled, _Mapping]] = ..., close: _Optional[_Union[LeaseClose, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LeaseOpen(_message.Message):
     __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "proof", "block_hashes")
@@ -489,20 +491,22 @@ class LeaseClose(_message.Message):
     def __init__(self, completed: _Optional[bool] = ..., bytes_moved: _Optional[int] = ...) -> None: ...
 
 class LeaseResponse(_message.Message):
-    __slots__ = ("opened", "announce", "hand_off", "held", "revoked", "heartbeat")
+    __slots__ = ("number", "opened", "announce", "hand_off", "held", "revoked", "heartbeat")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    number: int
     opened: LeaseOpened
     announce: LeaseAnnounce
     hand_off: HandOff
     held: LeaseHeld
     revoked: LeaseRevoked
     heartbeat: Heartbeat
-    def __init__(self, opened: _Optional[_Union[LeaseOpened, _Mapping]] = ..., announce: _Optional[_Union[LeaseAnnounce, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., opened: _Optional[_Union[LeaseOpened, _Mapping]] = ..., announce: _Optional[_Union[LeaseAnnounce, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LeaseOpened(_message.Message):
     __slots__ = ("lease_id",)

@@ -6,6 +6,7 @@ Over 400 lines: both ends of the protocol share the world at the top.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from typing import Any
 import grpc
 import pytest
 
+import kvtransfer.adoption
+import kvtransfer.holder
+import kvtransfer.stream
 from headrace.errors import Rejected
 from headrace.ids import RequestKey, random_ids
 from headrace.v1 import worker_pb2 as pb
@@ -34,6 +38,7 @@ from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.ucx import UcxTransport
 from kvtransfer.transports.ucx_agent import load_bindings
+from tests.faulty_streams import MessageFaults, faulty_pump
 from tests.lanes_fixtures import CARD, lanes_of, pair_client, pair_server
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 64, 32
@@ -451,6 +456,37 @@ async def test_a_silent_holder_breaks_the_lease() -> None:
         await asyncio.wait_for(w.sink.over.wait(), 3 * LIVENESS_S)
         assert w.sink.end == End(True, "lease_broken", "silence", ())
         await server.stop(0)
+
+
+@pytest.mark.parametrize("verb", ["drop", "duplicate", "reorder"])
+@pytest.mark.parametrize("kind", ["open", "opened", "announce", "pulled", "hand_off", "verify", "held", "close"])
+def test_a_hand_off_ends_whatever_message_is_lost_repeated_or_overtaken(
+    monkeypatch: pytest.MonkeyPatch, verb: str, kind: str
+) -> None:
+    """Without numbers a lost `hand_off`, `verify` or `held` left both ends waiting, alive by their heartbeats."""
+    faults = MessageFaults(Counter())
+    for module in (kvtransfer.adoption, kvtransfer.holder):
+        monkeypatch.setattr(module, "pump", faulty_pump(faults, kvtransfer.stream.pump))
+
+    @in_loop
+    async def run() -> None:
+        async with world(liveness_s=0.4) as w:
+            faults.arm(verb, kind)
+            w.adopt().reserved([1, 2, 3], skip_blocks=0)
+            w.compute(2)
+            if kind != "open":
+                await until(lambda: w.holder.leases == 1 or w.sink.over.is_set())
+            w.compute(3)
+            w.first_token()
+            await w.over()
+            assert not faults.armed
+            if w.sink.record is not None:
+                assert [w.row(block) for block in (1, 2, 3)] == [[100], [101], [102]]
+            else:
+                assert w.sink.end is not None and w.sink.end.failed
+            assert verb != "duplicate" or w.sink.record is not None, "a repeat costs nothing"
+
+    run()
 
 
 @in_loop
