@@ -365,9 +365,13 @@ class Gateway:
             branch.flight.recovered(session.key)
         self._place_queued()
 
-    def session_lost(self, session: WorkerSession, dead: bool) -> None:
+    def session_broken(self, session: WorkerSession) -> None:
+        """Nobody new goes there; what becomes of those who are there is `session_lost`'s."""
         self.router.worker_down(session.key)
         self.fleet.pair()
+
+    def session_lost(self, session: WorkerSession, dead: bool) -> None:
+        self.session_broken(session)
         now = self._clock()
         for branch in {id(b): b for b, leg in self._legs.values() if leg.worker == session.key}.values():
             self._act(branch, branch.flight.lost(session.key, dead, now))

@@ -50,13 +50,17 @@ class SessionSink(Protocol):
 
     def frame(self, session: WorkerSession, frame: pb.SessionResponse) -> None: ...
 
+    def session_broken(self, session: WorkerSession) -> None:
+        """Nothing can be sent any more. `session_lost` follows once it is known what became of the process."""
+        ...
+
     def session_lost(self, session: WorkerSession, dead: bool) -> None:
         """`dead`: the process is gone or does not answer; otherwise only the connection broke."""
         ...
 
 
 class WorkerSession:
-    """Reconnects until `close`. `connected` is true between session_up and session_lost."""
+    """Reconnects until `close`. `connected` is true between session_up and session_broken."""
 
     def __init__(
         self,
@@ -85,6 +89,8 @@ class WorkerSession:
         self._dial = dial
         self._outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue(OUTBOUND_FRAMES)
         self._reset = asyncio.Event()
+        self._was_up = False
+        """session_up was told, session_lost not yet."""
         self._task = asyncio.create_task(self._run(), name=f"session {key.worker_id}")
         self._task.add_done_callback(end_process_if_failed)
 
@@ -101,6 +107,7 @@ class WorkerSession:
             self._outbound.put_nowait(frame)
         except asyncio.QueueFull:
             self._reset.set()
+            self._break()
             return False
         return True
 
@@ -132,18 +139,18 @@ class WorkerSession:
     async def _run(self) -> None:
         delay_s = 0.05
         while True:
-            was_up = silent = False
+            silent = False
             try:
-                was_up = await self._serve()
+                await self._serve()
             except grpc.aio.AioRpcError as error:
                 log.info("session_error worker=%s code=%s", self.key.worker_id, error.code().name)
             except TimeoutError:
                 silent = True
                 log.info("session_silent worker=%s", self.key.worker_id)
             finally:
-                was_up = was_up or self.connected
-                self.connected = False
-            if was_up:
+                self._break()
+            if self._was_up:
+                self._was_up = False
                 dead = not await self._alive(SILENT_PROBE_S if silent else BROKEN_PROBE_S)
                 log.warning("session_lost worker=%s dead=%s", self.key.worker_id, dead)
                 self._sink.session_lost(self, dead)
@@ -151,13 +158,18 @@ class WorkerSession:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 1.0)
 
+    def _break(self) -> None:
+        if self.connected:
+            self.connected = False
+            self._sink.session_broken(self)
+
     async def _alive(self, timeout_s: float) -> bool:
         """Does the same process still answer? Decides whether a broken session counts as a crash."""
         status = await self.status(timeout_s)
         return status is not None and status.incarnation == self.key.incarnation
 
-    async def _serve(self) -> bool:
-        """One connection, until it ends or breaks; True when it had come up."""
+    async def _serve(self) -> None:
+        """One connection, until it ends or breaks."""
         self._reset.clear()
         async with self._dial(self.address) as channel:
             self._outbound = asyncio.Queue(OUTBOUND_FRAMES)
@@ -172,7 +184,7 @@ class WorkerSession:
                         raise TimeoutError
                     frame = read.result()
                     if frame is grpc.aio.EOF:
-                        return self.connected
+                        return
                     self._take(frame)
             finally:
                 reset.cancel()
@@ -184,7 +196,7 @@ class WorkerSession:
                 raise TimeoutError
             self.hello = frame.hello
             self.met.clear()
-            self.connected = True
+            self.connected = self._was_up = True
             self.resyncing = False
             self._sink.session_up(self, frame.hello)
         else:

@@ -12,6 +12,7 @@ from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from headrace.v1 import worker_pb2
 from router.fleet_metrics import FleetMetrics
+from router.session import WorkerSession
 from router.worker_metrics import WorkerMetrics
 from tests.world import Answer, World, expected, spec, world
 
@@ -361,3 +362,31 @@ def test_a_refused_request_leaves_the_next_one_alone() -> None:
             await main(w)
 
     run(both())
+
+
+def test_nobody_is_sent_to_a_worker_whose_session_broke_while_it_is_asked_whether_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The question may take seconds. Each placement there failed at once and cost an attempt, until none was left."""
+
+    async def main() -> None:
+        answered = asyncio.Event()
+
+        async def takes_its_time(*_: object) -> bool:
+            await answered.wait()
+            return True
+
+        monkeypatch.setattr(WorkerSession, "_alive", takes_its_time)
+        async with world(C, C, gateway={"max_attempts": 1}) as w:
+            broken = w.gateway.fleet.sessions[0]
+            broken.reset()
+            while broken.connected:
+                await asyncio.sleep(0.001)
+            requests = [spec(prompt(random.Random(i), 20), 4) for i in range(6)]
+            answers = await asyncio.gather(*(w.ask(request) for request in requests))
+            assert [answer.tokens for answer in answers] == [expected(request) for request in requests]
+            answered.set()
+            await w.connected()
+            await w.assert_drained()
+
+    run(main())
