@@ -14,7 +14,7 @@ from numba import carray, cfunc, njit
 
 from kernels.micro import fetch_add, pointer, row_peak, softmax_row
 
-_CHUNK = 1024
+CHUNK = 1024
 """Weights summed together; a draw walks over chunks first."""
 _BINS = 1024
 """Of a histogram over ten bits of a weight."""
@@ -24,8 +24,8 @@ _COLDEST = 1e-30
 
 def scratch_floats(vocab: int) -> int:
     """Floats of scratch that one thread needs: weights, chunk sums (float64), histogram (two float64 a bin)."""
-    padded = -(-vocab // _CHUNK) * _CHUNK
-    return padded + 2 * (padded // _CHUNK) + 4 * _BINS
+    padded = -(-vocab // CHUNK) * CHUNK
+    return padded + 2 * (padded // CHUNK) + 4 * _BINS
 
 
 @njit(error_model="numpy")
@@ -55,7 +55,7 @@ def _penalize(row, marks, ids, prompt, repetition, presence, frequency):  # type
 
 
 @njit
-def _best(address, logits, vocab):  # type: ignore[no-untyped-def]
+def find_best(address, logits, vocab):  # type: ignore[no-untyped-def]
     """(id of the largest finite logit, lowest first, or -1; whether all are finite or -inf)."""
     peak, zero = row_peak(address, vocab // 16)
     best, clean, first = -1, True, 0
@@ -84,12 +84,12 @@ def _best(address, logits, vocab):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _sum_chunks(weights, sums, chunks):  # type: ignore[no-untyped-def]
+def sum_chunks(weights, sums, chunks):  # type: ignore[no-untyped-def]
     """sums[c] = sum of chunk c, in float64 over four chains; returns the sum of all."""
     total = 0.0
     for c in range(chunks):
         a, b, d, e = 0.0, 0.0, 0.0, 0.0
-        for i in range(c * _CHUNK, (c + 1) * _CHUNK, 4):
+        for i in range(c * CHUNK, (c + 1) * CHUNK, 4):
             a += weights[i]
             b += weights[i + 1]
             d += weights[i + 2]
@@ -143,13 +143,13 @@ def _draw(weights, sums, chunks, target):  # type: ignore[no-untyped-def]
         running += sums[c]
         c += 1
     last = -1
-    for i in range(c * _CHUNK, chunks * _CHUNK):
+    for i in range(c * CHUNK, chunks * CHUNK):
         if weights[i] > 0.0:
             last = i
             running += weights[i]
             if running > target:
                 return i
-    i = c * _CHUNK - 1
+    i = c * CHUNK - 1
     while last < 0:
         if weights[i] > 0.0:
             last = i
@@ -179,8 +179,8 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
     history = carray(pointer(g[12]), histories[rows], np.int64)
     prompts = carray(pointer(g[13]), rows, np.int64)
     out = carray(pointer(g[14]), rows, np.int64)
-    chunks = (vocab + _CHUNK - 1) // _CHUNK
-    size = chunks * _CHUNK
+    chunks = (vocab + CHUNK - 1) // CHUNK
+    size = chunks * CHUNK
     mine = g[15] + 4 * g[16] * thread
     weights = carray(pointer(mine), size, np.float32)
     bits = carray(pointer(mine), size, np.int32)
@@ -200,7 +200,7 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
             ids = history[histories[r] : histories[r + 1]]
             repetition, presence, frequency = settings[r, 5], settings[r, 6], settings[r, 7]
             _penalize(row, bits, ids, prompts[r], np.float32(repetition), np.float32(presence), np.float32(frequency))
-        best, clean = _best(g[2] + 4 * r * vocab, row, vocab)
+        best, clean = find_best(g[2] + 4 * r * vocab, row, vocab)
         temperature, top_k, top_p, min_p = settings[r, 0], int(settings[r, 1]), settings[r, 2], settings[r, 3]
         if best < 0 or not clean or temperature == 0.0 or top_k == 1:
             out[r] = max(best, 0)
@@ -216,11 +216,11 @@ def sample_body(block, thread):  # type: ignore[no-untyped-def]
             least = np.float32(min_p)
             for i in range(size):
                 weights[i] = weights[i] if weights[i] >= least else np.float32(0.0)
-        total = _sum_chunks(weights, sums, chunks)
+        total = sum_chunks(weights, sums, chunks)
         if 0 < top_k < vocab:
             _cut(weights, bits, size, bin_counts, bin_sums, top_k, np.inf)
-            total = _sum_chunks(weights, sums, chunks)
+            total = sum_chunks(weights, sums, chunks)
         if top_p < 1.0:
             _cut(weights, bits, size, bin_counts, bin_sums, size, top_p * total)
-            total = _sum_chunks(weights, sums, chunks)
+            total = sum_chunks(weights, sums, chunks)
         out[r] = _draw(weights, sums, chunks, settings[r, 4] * total)

@@ -56,6 +56,10 @@ class Hole(IntEnum):
     HISTORIES = 18
     HISTORY = 19
     PROMPTS = 20
+    NUM_TOP = 21
+    TOP_WIDTH = 22
+    TOP_IDS = 23
+    LOGPROBS = 24
 
 
 def _openmp() -> Any | None:

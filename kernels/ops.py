@@ -22,6 +22,8 @@ from torch import Tensor
 
 from kernels import cpu_attention, cpu_gemm, cpu_rows
 from kernels.launch import Hole, Tape, address
+from kernels.logprobs import LOGPROB_FLOOR as LOGPROB_FLOOR
+from kernels.logprobs import LogprobScorer as LogprobScorer
 from kernels.sampler import Sampler as Sampler
 from kernels.sampler import SampleTable as SampleTable
 from kernels.weights import PackedWeight
@@ -194,7 +196,8 @@ class Program:
     @classmethod
     def chosen(cls) -> dict[str, str]:
         """Which implementation runs each operation."""
-        return dict.fromkeys(("embed", "linear", "rms_norm", "rope_write", "attention", "pick", "sample"), cls.name)
+        operations = ("embed", "linear", "rms_norm", "rope_write", "attention", "pick", "sample", "logprobs")
+        return dict.fromkeys(operations, cls.name)
 
     def run(self, rows: StepRows, count: int | None = None) -> None:
         """Run the first `count` operations (all, if None) on a step.

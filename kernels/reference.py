@@ -115,3 +115,12 @@ def sample_weights(
         below = weights[order].cumsum(0) < top_p * weights.sum()
         weights[order[int(below.sum()) + 1 :]] = 0
     return weights
+
+
+def logprobs(logits: Tensor, chosen: int, num_top: int) -> tuple[float, list[int], list[float]]:
+    """(log-probability of `chosen`, ids of the num_top likeliest tokens, theirs) of float32 logits [vocab]; ties by
+    lowest id.
+    """
+    values = torch.log_softmax(logits.double(), 0)
+    order = torch.argsort(logits, descending=True, stable=True)[:num_top]
+    return float(values[chosen]), order.tolist(), values[order].tolist()
