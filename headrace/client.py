@@ -57,6 +57,8 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    logprobs: int
+    """Each token's log-probability, and those of so many of the likeliest: `.choices[i].logprobs`, as token_ids."""
 
 
 class Options(Sampling, total=False):

@@ -42,6 +42,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """How many of the likeliest tokens are told with each token's own log-probability; None: nothing is told."""
 
     @property
     def greedy(self) -> bool:

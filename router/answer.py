@@ -64,15 +64,25 @@ async def deltas(
             if texts[branch.index].stopped:
                 continue  # what came while the stop string was on its way is nobody's
             consumed[branch.index] += len(event.token_ids)
-            piece, stopped = texts[branch.index].push(event.token_ids)
+            branch_text = texts[branch.index]
+            piece, stopped = branch_text.push(event.token_ids, event.logprobs)
             if stopped:
                 stop(branch)
-            yield Delta(branch.index, piece, event.token_ids, paused=event.paused and not stopped)
+            yield Delta(
+                branch.index,
+                piece,
+                event.token_ids,
+                paused=event.paused and not stopped,
+                logprobs=event.logprobs,
+                entries=branch_text.take_entries(),
+            )
             continue
         if event.error is not None:
             raise event.error
         num_open -= 1
-        delta = Delta(branch.index, texts[branch.index].flush(), finish_reason=FINISH_NAMES[event.reason])
+        branch_text = texts[branch.index]
+        delta = Delta(branch.index, branch_text.flush(), finish_reason=FINISH_NAMES[event.reason])
+        delta.entries = branch_text.take_entries(ended=True, by_token=event.reason is not FinishReason.LENGTH)
         if not num_open:
             cached_tokens = branches[0].flight.timeline.cached_tokens
             num_input = len(spec.prompt_ids) + sum(branch.flight.num_inserted for branch in branches)

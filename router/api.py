@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.core.records import TokenLogprobs
 from headrace.sampling import SamplingParams
 from headrace.v1.inference_pb2 import RoutingDecision
 from router.text import TextModel
@@ -88,6 +89,16 @@ class Explanation:
     second_token_gap_ms: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """A token that has a part in the text of its branch."""
+
+    token_id: int
+    text_offset: int
+    """Characters of that text before the token's own."""
+    logprobs: TokenLogprobs
+
+
 @dataclass(slots=True)
 class Delta:
     """One piece of one branch. The branch's last delta has finish_reason; the call's last delta has usage too."""
@@ -101,6 +112,11 @@ class Delta:
     """The text ends with a call of a tool; nothing more comes before `resume`."""
     usage: Usage | None = None
     explanation: Explanation | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of token_ids, where they were asked for."""
+    entries: tuple[LogprobEntry, ...] = ()
+    """The same with the text: of the tokens whose text begins to go out with this delta, and with the last one of those
+    without text. None of a token whose text is behind the end, nor of the one that ends the branch and has no text."""
 
 
 class GatewayService(Protocol):

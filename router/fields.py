@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from headrace.errors import Code, HeadraceError, invalid
 from router.scalars import array, boolean, integer, json_object, number, one_of, string, unknown_field
+from router.validate import MAX_LOGPROBS
 
 Check = Callable[[str, object], None]
 
-_MAX_LOGPROBS = 20
 _MAX_BEST_OF = 1024
 
 
@@ -109,24 +109,14 @@ def _tool_choice(field: str, value: object) -> None:
         raise unimplemented(field)
 
 
-def _logprobs(field: str, value: object) -> None:
-    """Chat: a boolean; completions: how many alternatives (0 asks for the chosen token's own)."""
-    if not isinstance(value, bool):
-        integer(field, value, 0, _MAX_LOGPROBS)
-        raise unimplemented(field)
-    if value:
-        raise unimplemented(field)
-
-
 _INTERNAL = _refused("this field is internal to a server and cannot be set by a client")
 _TEMPLATE = _refused("the server's own chat template is used; a client cannot send one or arguments to it")
 _TEXT_ONLY = _refused("this server takes text only")
 
 NOT_SERVED: Mapping[str, Check] = {
     "best_of": _integer(1, _MAX_BEST_OF, 1),
-    "logprobs": _logprobs,
-    "top_logprobs": _integer(0, _MAX_LOGPROBS, 0),
-    "prompt_logprobs": _integer(-1, _MAX_LOGPROBS, None),
+    "top_logprobs": _integer(0, MAX_LOGPROBS, 0),
+    "prompt_logprobs": _integer(-1, MAX_LOGPROBS, None),
     "length_penalty": _number(-10, 10, 1),
     "typical_p": _number(0, 1, 1, above_low=True),
     "use_beam_search": _boolean(False),

@@ -38,6 +38,7 @@ def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.
             frequency_penalty=params.frequency_penalty,
             bias_ids=[token_id for token_id, _ in params.logit_bias],
             bias_amounts=[amount for _, amount in params.logit_bias],
+            logprobs=params.logprobs,
         ),
         time_left_s=time_left_s,
         namespace=branch.namespace,

@@ -23,7 +23,7 @@ from headrace.ids import IdFactory, RequestId, random_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1.inference_pb2 import RoutingDecision
-from kvtransfer.wire import ledger_from_proto
+from kvtransfer.wire import ledger_from_proto, logprobs_from_proto
 from router import frames
 from router.answer import Branch, Events, deltas
 from router.api import Delta, GenerationSpec
@@ -221,6 +221,7 @@ class Gateway:
             max_attempts=self.spec.max_attempts,
             max_crashes=self.spec.max_worker_crashes,
             max_model_len=self.spec.max_model_len,
+            exact=self.spec.exact,
             ends_call=call_finder(self.text, spec, spec.sampling[index]),
             tenant=spec.tenant,
             session=spec.session,
@@ -384,10 +385,12 @@ class Gateway:
         now = self._clock()
         if kind == "tokens":
             tokens = frame.tokens
-            for handle, offset, token_id in zip(tokens.handle, tokens.offset, tokens.token_id, strict=True):
+            logprobs = logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else {}
+            rows = zip(tokens.handle, tokens.offset, tokens.token_id, strict=True)
+            for row, (handle, offset, token_id) in enumerate(rows):
                 if (known := self._legs.get(handle)) is not None:
                     branch, leg = known
-                    self._act(branch, branch.flight.token(leg, offset, token_id, now))
+                    self._act(branch, branch.flight.token(leg, offset, token_id, now, logprobs.get(row)))
             return
         if kind == "load":
             self.fleet.report(session, frames.load(frame.load))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.core.records import TokenLogprobs
 from headrace.v1 import inference_pb2 as pb
 from router.api import Delta, Explanation
 
@@ -18,6 +19,7 @@ class Answer:
         choice = self._choices[delta.index]
         self._texts[delta.index].append(delta.text)
         choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(map(_logprobs, delta.logprobs))
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
         _close(self._message, delta)
@@ -38,11 +40,16 @@ def chunk(request_id: str, delta: Delta) -> pb.GenerateStreamResponse:
                 token_ids=delta.token_ids,
                 finish_reason=delta.finish_reason or "",
                 paused=delta.paused,
+                logprobs=map(_logprobs, delta.logprobs),
             )
         ],
     )
     _close(message, delta)
     return message
+
+
+def _logprobs(told: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=told.logprob, top_ids=told.top_ids, top_logprobs=told.top_logprobs)
 
 
 def _close(message: pb.GenerateResponse | pb.GenerateStreamResponse, delta: Delta) -> None:

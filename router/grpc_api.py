@@ -48,7 +48,7 @@ RETRY_KEY = "retry-after-ms"
 REASON_KEY = "headrace-reason"
 _SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"),
 )
 """Scalars of SamplingOptions; each is `optional`, so presence tells."""
 

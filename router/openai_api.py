@@ -39,6 +39,7 @@ from router.http_io import (
 )
 from router.metrics import CONTENT_TYPE, DoorMetrics
 from router.openai_format import ChunkWriter, WholeAnswer, sse
+from router.openai_logprobs import LogprobWriter
 from router.openai_models import Call, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.scalars import label
 from router.spec import GatewaySpec
@@ -231,6 +232,7 @@ class _Api:
         endpoint = request.url.path
         source = merged([self.door.deltas(endpoint, spec) for spec in specs])
         headers = {"x-request-id": specs[0].label} if specs[0].label.isascii() and specs[0].label else {}
+        logprobs = None if call.options.logprobs is None else LogprobWriter(self.door.text, call.chat)
         if call.stream:
             if call.chat:
                 head["object"] = "chat.completion.chunk"
@@ -242,9 +244,10 @@ class _Api:
                 include_usage=call.include_usage,
                 continuous_usage=call.continuous_usage,
                 token_ids=call.return_token_ids,
+                logprobs=logprobs,
             )
             return _EventStream(source, writer, headers, rescue, self._routed)
-        answer = WholeAnswer(head, call.chat, prompts, call.options.n, call.return_token_ids)
+        answer = WholeAnswer(head, call.chat, prompts, call.options.n, call.return_token_ids, logprobs)
         try:
             await run_until_disconnect(request.receive, _collect(source, answer))
         except HeadraceError as error:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from router.api import Delta, Usage
+from router.api import Delta, LogprobEntry, Usage
+from router.openai_logprobs import LogprobWriter
 
 DONE = b"data: [DONE]\n\n"
 
@@ -41,6 +42,7 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
 class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    entries: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
 
 
@@ -48,13 +50,20 @@ class WholeAnswer:
     """Collects the deltas of a call with `n` choices a prompt; `body()` is the answer."""
 
     def __init__(
-        self, head: dict[str, object], chat: bool, prompts: Sequence[Sequence[int]], n: int, ids: bool
+        self,
+        head: dict[str, object],
+        chat: bool,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        ids: bool,
+        logprobs: LogprobWriter | None = None,
     ) -> None:
         self._head = head
         self._chat = chat
         self._prompts = prompts
         self._n = n
         self._ids = ids
+        self._logprobs = logprobs
         self._choices = [_Choice() for _ in range(len(prompts) * n)]
         self._usages: list[Usage] = []
 
@@ -62,6 +71,7 @@ class WholeAnswer:
         choice = self._choices[prompt * self._n + delta.index]
         choice.text.append(delta.text)
         choice.token_ids += delta.token_ids
+        choice.entries += delta.entries
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
         if delta.usage is not None:
@@ -76,7 +86,8 @@ class WholeAnswer:
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, object]:
         text = "".join(choice.text)
-        body: dict[str, object] = {"index": index, "logprobs": None, "finish_reason": choice.finish_reason}
+        logprobs = None if self._logprobs is None else self._logprobs.body(choice.entries)
+        body: dict[str, object] = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         if self._chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
@@ -101,6 +112,7 @@ class ChunkWriter:
         include_usage: bool,
         continuous_usage: bool,
         token_ids: bool,
+        logprobs: LogprobWriter | None = None,
     ) -> None:
         self._head = {**head, "usage": None} if include_usage else head
         self._chat = chat
@@ -109,6 +121,7 @@ class ChunkWriter:
         self._include_usage = include_usage
         self._continuous = continuous_usage
         self._ids = token_ids
+        self._logprobs = logprobs
         self._begun: set[int] = set()
         self._usages: list[Usage] = []
         self._num_out = [0] * len(prompts)
@@ -122,7 +135,8 @@ class ChunkWriter:
         opening = b"" if index in self._begun else self._open(prompt, index)
         if not (delta.text or delta.finish_reason is not None or (self._ids and delta.token_ids)):
             return opening
-        choice: dict[str, object] = {"index": index, "logprobs": None, "finish_reason": delta.finish_reason}
+        logprobs = None if self._logprobs is None or not delta.entries else self._logprobs.body(delta.entries)
+        choice: dict[str, object] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if self._chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
         else:

@@ -9,8 +9,8 @@ from headrace.errors import invalid
 from router.door import Prompt
 from router.fields import NOT_SERVED, NOT_SERVED_CHAT, check_fields
 from router.messages import parse_messages
-from router.scalars import array, boolean, json_object, unknown_field
-from router.validate import Limits, Options, parse_options, request_label, token_ids
+from router.scalars import array, boolean, integer, json_object, unknown_field
+from router.validate import MAX_LOGPROBS, Limits, Options, parse_options, request_label, token_ids
 
 MAX_CHOICES = 256
 """Prompts times n of one call."""
@@ -33,6 +33,7 @@ _COMMON = frozenset(
         "presence_penalty",
         "frequency_penalty",
         "logit_bias",
+        "logprobs",
         "seed",
         "stop",
         "stop_token_ids",
@@ -48,7 +49,7 @@ _COMMON = frozenset(
     }
 )
 _COMPLETION = _COMMON | {"prompt"}
-_CHAT = _COMMON | {"messages", "add_generation_prompt"}
+_CHAT = _COMMON | {"messages", "add_generation_prompt", "top_logprobs"}
 _TOKENIZE = frozenset(
     {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs"}
 )
@@ -75,6 +76,8 @@ class Call:
 def parse_completion(raw: Mapping[str, object], limits: Limits) -> Call:
     """Body of /v1/completions. Raises HeadraceError naming the first bad field."""
     check_fields(raw, _COMPLETION, NOT_SERVED)
+    if raw.get("logprobs") is False:
+        raw = {**raw, "logprobs": None}  # what it is to chat, and sent by clients of both
     options = parse_options(raw, limits)
     special = _flag(raw, "add_special_tokens", True)
     prompts = completion_prompts(raw.get("prompt"), special)
@@ -86,7 +89,7 @@ def parse_completion(raw: Mapping[str, object], limits: Limits) -> Call:
 def parse_chat(raw: Mapping[str, object], limits: Limits, max_chars: int) -> Call:
     """Body of /v1/chat/completions. `max_chars` bounds the contents before the template runs."""
     check_fields(raw, _CHAT, _CHAT_NOT_SERVED)
-    options = parse_options(raw, limits)
+    options = parse_options({**raw, "logprobs": _chat_logprobs(raw)}, limits)
     return _call(raw, True, [_chat_prompt(raw, max_chars)], options)
 
 
@@ -137,6 +140,16 @@ def completion_prompts(value: object, add_special_tokens: bool) -> list[Prompt]:
         else:
             raise invalid("prompt", "must be a list of strings or of lists of token ids, not a mix")
     return prompts
+
+
+def _chat_logprobs(raw: Mapping[str, object]) -> int | None:
+    """Chat says in two fields what a completion says in one number."""
+    top = raw.get("top_logprobs")
+    num_top = 0 if top is None else integer("top_logprobs", top, 0, MAX_LOGPROBS)
+    asked = _flag(raw, "logprobs", False)
+    if num_top and not asked:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    return num_top if asked else None
 
 
 def _chat_prompt(raw: Mapping[str, object], max_chars: int) -> Prompt:

@@ -84,6 +84,8 @@ class GatewaySpec(BaseModel):
     max_model_len: int
     block_size: int = 16
     dtype: str = "float32"
+    exact: bool = False
+    """Workers compute a row bit for bit the same in any company."""
     chat_template: str | None = None
     """Path of a template that replaces the model's own."""
     host: str = "127.0.0.1"

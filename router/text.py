@@ -125,6 +125,12 @@ class TextModel:
         """The token as the vocabulary writes it; '' for an id that only the embedding has."""
         return self._tokenizer.id_to_token(token_id) or ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text; its written form where the decoder looks at its neighbours. b'' for an id that
+        only the embedding has.
+        """
+        return self.pieces.piece(token_id) if self.pieces.by_bytes else self.token_text(token_id).encode()
+
     def max_chars(self, num_tokens: int) -> int:
         """A longer text surely has more tokens than that: a bound that needs no tokenizing."""
         return num_tokens * self._most_chars

@@ -23,6 +23,7 @@ MAX_SALT_CHARS = 256
 MAX_DEADLINE_S = 3600.0
 MAX_PRIORITY = 2**31 - 1
 MAX_STEPS = 1_000_000
+MAX_LOGPROBS = 20
 _TASK = re.compile(r"[A-Za-z0-9_.:/\-]{1,64}")
 _GREEDY_BELOW = 1e-5
 """Logits divided by less overflow float32; the draw would be the arg max anyway."""
@@ -91,6 +92,7 @@ class Options:
     presence_penalty: float
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
+    logprobs: int | None
     cache_salt: str
     session: str
     no_cache: bool
@@ -125,7 +127,7 @@ def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
     other = given("max_tokens")
     if other is not None:
         integer("max_tokens", other, 1, INT64_MAX)
-    seed = given("seed")
+    seed, logprobs = given("seed"), given("logprobs")
     return Options(
         n=integer("n", _or(given("n"), 1), 1, limits.max_n),
         max_tokens=None if max_tokens is None else integer(max_field, max_tokens, 1, INT64_MAX),
@@ -144,6 +146,7 @@ def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
         presence_penalty=number("presence_penalty", _or(given("presence_penalty"), 0.0), -2, 2),
         frequency_penalty=number("frequency_penalty", _or(given("frequency_penalty"), 0.0), -2, 2),
         logit_bias=logit_bias(given("logit_bias"), limits),
+        logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, MAX_LOGPROBS),
         cache_salt=cache_salt(given("cache_salt")),
         session=session_label(raw),
         no_cache=boolean("no_cache", _or(given("no_cache"), False)),
@@ -299,6 +302,7 @@ def build_spec(
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
             logit_bias=options.logit_bias,
+            logprobs=options.logprobs,
         )
         for branch in range(options.n)
     )

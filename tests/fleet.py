@@ -129,6 +129,7 @@ class Fleet:
             "cluster_token": TOKEN,
             "controller_pid": os.getpid(),
             "liveness_s": self._worker_options["liveness_s"],
+            "exact": self._worker_options["exact"],
             # A pair whenever both pools live, as in `tests.world`.
             "routing_policy": "least_loaded",
         } | (gateway or {})

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass, field
 
-from headrace.core.records import Role
+from headrace.core.records import Role, TokenLogprobs
 from headrace.ids import counting_ids
 from headrace.sampling import SamplingParams
 from headrace.v1 import admin_pb2
@@ -19,7 +19,7 @@ from router.api import GenerationSpec, Usage
 from router.gateway import Gateway
 from tests.doors_fixtures import EOS, gateway_spec, text_model
 from workers.main import Worker
-from workers.runner.fake import FakeRunner, fake_next_token
+from workers.runner.fake import FakeRunner, fake_logprobs, fake_next_token
 from workers.spec import WorkerReady, WorkerSpec
 
 TOKEN = "cluster-secret"
@@ -40,6 +40,7 @@ class Answer:
     """What one client saw."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     finish_reasons: list[str] = field(default_factory=list)
     usage: Usage | None = None
@@ -124,6 +125,7 @@ class World:
         answer = Answer()
         async for delta in (gateway or self.gateway).generate(spec):
             answer.tokens += delta.token_ids
+            answer.logprobs += delta.logprobs
             answer.text += delta.text
             if delta.finish_reason:
                 answer.finish_reasons.append(delta.finish_reason)
@@ -164,7 +166,8 @@ class World:
 
 
 def spec(prompt: list[int], max_tokens: int = 16, **options: object) -> GenerationSpec:
-    params = {k: options.pop(k) for k in ("temperature", "seed", "min_tokens", "ignore_eos") if k in options}
+    names = ("temperature", "seed", "min_tokens", "ignore_eos", "logprobs")
+    params = {name: options.pop(name) for name in names if name in options}
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     named: dict[str, object] = {"tenant": "t", "label": ""} | options
     return GenerationSpec(prompt_ids=tuple(prompt), sampling=(sampling,), **named)  # type: ignore[arg-type]
@@ -183,6 +186,17 @@ def expected(request: GenerationSpec) -> list[int]:
         if token == EOS and not params.ignore_eos and len(out) > params.min_tokens:
             break
     return out
+
+
+def expected_logprobs(request: GenerationSpec) -> list[TokenLogprobs]:
+    """What is told of each token of `expected`."""
+    num_top = request.sampling[0].logprobs
+    if num_top is None:
+        return []
+    output = expected(request)
+    return [
+        fake_logprobs([*request.prompt_ids, *output[:at]], token, num_top, VOCAB) for at, token in enumerate(output)
+    ]
 
 
 @asynccontextmanager

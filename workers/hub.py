@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from headrace.clock import Clock, monotonic
-from headrace.core.records import CacheChange, FinishReason, token_hash
+from headrace.core.records import CacheChange, FinishReason, TokenLogprobs, token_hash
 from headrace.errors import Code, Rejected
 from headrace.ids import RequestKey
 from headrace.v1 import worker_pb2 as pb
@@ -30,7 +30,7 @@ from kvtransfer.service import (
     LeaseReader,
     LeaseSource,
 )
-from kvtransfer.wire import ledger_to_proto
+from kvtransfer.wire import ledger_to_proto, logprobs_to_proto
 from workers.adopted import AdoptedRequest
 from workers.core.plan import StepEvents
 from workers.core.request import Request, State
@@ -196,15 +196,21 @@ class Hub(ToolWaits):
     def _publish(self, events: StepEvents) -> None:
         """One token frame a session and iteration; then what ended; then leases; then who may come in now."""
         frames: dict[GatewaySession, pb.Tokens] = {}
+        logprobs: defaultdict[GatewaySession, dict[int, TokenLogprobs]] = defaultdict(dict)
         firsts: list[Entry] = []
-        for key, offset, token_id in zip(events.token_keys, events.token_offsets, events.token_ids, strict=True):
+        rows = zip(events.token_keys, events.token_offsets, events.token_ids, strict=True)
+        for index, (key, offset, token_id) in enumerate(rows):
             if (entry := self._entries.get(key)) is not None:
                 frame = frames.setdefault(entry.session, pb.Tokens())
                 frame.handle.append(entry.handle)
                 frame.offset.append(offset)
+                if index in events.token_logprobs:
+                    logprobs[entry.session][len(frame.token_id)] = events.token_logprobs[index]
                 frame.token_id.append(token_id)
                 if offset == entry.first_offset and not entry.request.adopted:
                     firsts.append(entry)
+        for session, told in logprobs.items():
+            frames[session].logprobs.CopyFrom(logprobs_to_proto(told))
         for session, frame in frames.items():
             session.put(pb.SessionResponse(tokens=frame))
         for entry in firsts:
@@ -313,7 +319,8 @@ class Hub(ToolWaits):
         self.counters["transfer_s"] += stats.transfer_s
         self.counters["handoffs"] += 1
         with self.engine.lock:
-            self._scheduler.activate(request.key, record.output_ids, record.num_tokens, self._clock())
+            now = self._clock()
+            self._scheduler.activate(request.key, record.output_ids, record.num_tokens, now, record.logprobs)
             self.engine.wake()
 
     def adoption_ended(self, entry: Entry, end: End) -> None:
@@ -415,4 +422,5 @@ class Hub(ToolWaits):
 
 
 def _record(request: Request, finished: bool = False) -> HandOffRecord:
-    return HandOffRecord(tuple(request.output_ids), request.computed_tokens, finished, request.ledger)
+    output, computed = tuple(request.output_ids), request.computed_tokens
+    return HandOffRecord(output, computed, finished, request.ledger, request.handed_logprobs)

@@ -78,6 +78,7 @@ def request_from(
             presence_penalty=s.presence_penalty,
             frequency_penalty=s.frequency_penalty,
             logit_bias=tuple(zip(s.bias_ids, s.bias_amounts, strict=True)),
+            logprobs=s.logprobs if s.HasField("logprobs") else None,
         ),
         root=root,
         no_cache=body.no_cache,

@@ -131,6 +131,7 @@ def resolve(
         max_model_len=max_model_len,
         block_size=config.pools[0].block_size,
         dtype=_dtype_shown(config.model.weight_format),
+        exact=config.exact,
         chat_template=config.model.chat_template and str(Path(config.model.chat_template).absolute()),
         host=config.gateway.host,
         api_keys=tuple(key.get_secret_value() for key in config.gateway.api_keys),

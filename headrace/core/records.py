@@ -40,6 +40,16 @@ class CacheChange:
     """`stored` is everything that is cached."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one sampled token: natural logarithms under the model's own distribution, finite, each a float32's value."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    """The likeliest tokens in its place, the likeliest first, ties by lowest id."""
+    top_logprobs: tuple[float, ...] = ()
+
+
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"

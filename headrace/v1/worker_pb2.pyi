@@ -81,7 +81,7 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "branch", "ignore_eos", "stop_token_ids", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_ids", "bias_amounts")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "branch", "ignore_eos", "stop_token_ids", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_ids", "bias_amounts", "logprobs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Sampling(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
     BIAS_IDS_FIELD_NUMBER: _ClassVar[int]
     BIAS_AMOUNTS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -112,7 +113,8 @@ class Sampling(_message.Message):
     frequency_penalty: float
     bias_ids: _containers.RepeatedScalarFieldContainer[int]
     bias_amounts: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., branch: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_amounts: _Optional[_Iterable[float]] = ...) -> None: ...
+    logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., branch: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_amounts: _Optional[_Iterable[float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class RequestBody(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_ids", "output_ids", "sampling", "time_left_s", "namespace", "no_cache", "tenant", "priority", "endpoint", "task", "reserved_output_tokens", "steps_left", "tenant_service", "inserts")
@@ -329,14 +331,30 @@ class Started(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("handle", "offset", "token_id")
+    __slots__ = ("handle", "offset", "token_id", "logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: _containers.RepeatedScalarFieldContainer[int]
     offset: _containers.RepeatedScalarFieldContainer[int]
     token_id: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handle: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., token_id: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: Logprobs
+    def __init__(self, handle: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., token_id: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
+
+class Logprobs(_message.Message):
+    __slots__ = ("row", "logprob", "num_top", "top_id", "top_logprob")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    TOP_ID_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    row: _containers.RepeatedScalarFieldContainer[int]
+    logprob: _containers.RepeatedScalarFieldContainer[float]
+    num_top: _containers.RepeatedScalarFieldContainer[int]
+    top_id: _containers.RepeatedScalarFieldContainer[int]
+    top_logprob: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, row: _Optional[_Iterable[int]] = ..., logprob: _Optional[_Iterable[float]] = ..., num_top: _Optional[_Iterable[int]] = ..., top_id: _Optional[_Iterable[int]] = ..., top_logprob: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("handle", "reason", "ledger", "output_hash")
@@ -525,16 +543,18 @@ class LeaseAnnounce(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandOff(_message.Message):
-    __slots__ = ("output_ids", "num_tokens", "finished", "ledger")
+    __slots__ = ("output_ids", "num_tokens", "finished", "ledger", "logprobs")
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: int
     finished: bool
     ledger: WorkerLedger
-    def __init__(self, output_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., finished: _Optional[bool] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ...) -> None: ...
+    logprobs: Logprobs
+    def __init__(self, output_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., finished: _Optional[bool] = ..., ledger: _Optional[_Union[WorkerLedger, _Mapping]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
 
 class LeaseHeld(_message.Message):
     __slots__ = ()

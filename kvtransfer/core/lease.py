@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from headrace.core.records import WorkerLedger
+from headrace.core.records import TokenLogprobs, WorkerLedger
 from headrace.errors import InvariantError
 from headrace.ids import Incarnation, LeaseId, RequestKey
 
@@ -35,6 +35,8 @@ class HandOffRecord:
     finished: bool = False
     """True when the request ended with its first token: nothing to move."""
     ledger: WorkerLedger = field(default_factory=WorkerLedger)
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the last ones of output_ids, which were sampled at the holder; () where the request asks for none."""
 
 
 def whole_blocks(num_blocks: int, block_size: int) -> HandOffRecord:

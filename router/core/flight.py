@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from headrace.core.records import FinishReason, WorkerLedger, token_hash
+from headrace.core.records import FinishReason, TokenLogprobs, WorkerLedger, token_hash
 from headrace.errors import Code, HeadraceError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
@@ -83,6 +83,8 @@ class Flight:
     max_attempts: int = 3
     max_crashes: int = 2
     max_model_len: int = 1 << 31
+    exact: bool = False
+    """Equal tokens have bit-equal logits: a repeat has the same log-probabilities too."""
     ends_call: Callable[[int], bool] | None = None
     """Told each output token once, in order: does the text of a tool call end with it? None: nobody waits for tools."""
     state: FlightState = FlightState.QUEUED
@@ -117,6 +119,8 @@ class Flight:
     _answer: tuple[int, ...] | None = None
     """While PAUSED: given, and not yet with a leg."""
     _plans_for_answers: int = 0
+    _repeatable: tuple[int, TokenLogprobs | None] = (-1, None)
+    """Offset of the attempt's first token, which a reader repeats, and what was told of it."""
 
     @property
     def num_inserted(self) -> int:
@@ -208,29 +212,36 @@ class Flight:
         self.decode_worker = target.worker.worker_id
         return [AdoptAt(decode, leg, target)]
 
-    def token(self, leg: Leg, offset: int, token_id: int, now: float) -> list[Action]:
+    def token(
+        self, leg: Leg, offset: int, token_id: int, now: float, logprobs: TokenLogprobs | None = None
+    ) -> list[Action]:
         """One token at its place in the output. Repeats are dropped, a gap or a different repeat fails the request."""
         if not leg.live:
             return []
         leg.spoke = True
         have = len(self.output_ids)
         if offset < have:
-            if self.output_ids[offset] == token_id:
+            is_same = not self.exact or offset != self._repeatable[0] or logprobs == self._repeatable[1]
+            if self.output_ids[offset] == token_id and is_same:
                 return []
             return self._fail(HeadraceError(Code.INTERNAL, "a repeated token differs from the one delivered"), now)
         if self.state is FlightState.PAUSED:
             return []
         if offset > have:
             return self._fail(HeadraceError(Code.INTERNAL, "a token is missing from the stream"), now)
+        if logprobs is None and self.sampling.logprobs is not None:
+            return self._fail(HeadraceError(Code.INTERNAL, "a token came without its log-probabilities"), now)
         self.output_ids.append(token_id)
         self.timeline.token(now)
         if self.attempt not in self.realised_ms and self.timeline.last_submit is not None:
             self.realised_ms[self.attempt] = (now - self.timeline.last_submit) * 1e3
             # It was let in: refusals of before say nothing about the next plan.
             self._refusal, self.excluded = None, set(self.crashed)
+            self._repeatable = (offset, logprobs)
+        told = () if logprobs is None else (logprobs,)
         if self.ends_call is not None and self.ends_call(token_id) and self._complete() is None:
-            return [Deliver((token_id,), paused=True), *self._pause(now)]
-        return [Deliver((token_id,))]
+            return [Deliver((token_id,), paused=True, logprobs=told), *self._pause(now)]
+        return [Deliver((token_id,), logprobs=told)]
 
     def prefilled(self, leg: Leg, ledger: WorkerLedger) -> None:
         if leg.live:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from headrace.core.records import FinishReason
+from headrace.core.records import FinishReason, TokenLogprobs
 from headrace.errors import HeadraceError
 from router.core.decision import Decision, Fetch
 from router.core.placement import WorkerKey
@@ -59,6 +59,8 @@ class Deliver:
     token_ids: tuple[int, ...]
     paused: bool = False
     """The last one ends a call of a tool."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of them, where the request asks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ All three are columns (parallel lists), one entry a row; no object per row. They
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace.core.records import FinishReason
+from headrace.core.records import FinishReason, TokenLogprobs
 from headrace.ids import RequestKey
 from headrace.sampling import SamplingParams
 
@@ -79,6 +79,8 @@ class StepResult:
     token_ids: list[int]
     run_s: float = 0.0
     sample_s: float = 0.0
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """Of the rows whose `sampling` asks, by index in token_ids."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class StepEvents:
     token_keys: list[RequestKey] = field(default_factory=list)
     token_offsets: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Of the tokens of requests that ask, by index in these three columns."""
     computed: list[RequestKey] = field(default_factory=list)
     """Requests whose prefill went on: a lease on them may announce more blocks."""
     prefilled: list[RequestKey] = field(default_factory=list)

@@ -30,7 +30,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from headrace.core.records import FinishReason, WorkerLedger
+from headrace.core.records import FinishReason, TokenLogprobs, WorkerLedger
 from headrace.errors import InvariantError
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
@@ -142,6 +142,8 @@ class Request:
     """Output tokens that StepEvents or an earlier attempt have delivered; while decoding: all, unless `unsaid`."""
     unsaid: bool = field(default=False, init=False)
     """Handed-over output is still to be repeated to the client."""
+    handed_logprobs: tuple[TokenLogprobs, ...] = field(default=(), init=False)
+    """Of the output tokens that a hand-off brings to the reader, until it has repeated them; () unless it asks."""
     lost_tokens: int = field(default=0, init=False)
     """computed_tokens at the last preemption, the most of all: below it, a computed token is a recomputed one."""
     preemptions: int = field(default=0, init=False)

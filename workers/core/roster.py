@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from headrace.core.records import CacheChange, FinishReason
+from headrace.core.records import CacheChange, FinishReason, TokenLogprobs
 from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
 from workers.core.holdings import Holdings
@@ -64,12 +64,19 @@ class Roster(Holdings):
             reserved.append(request.key)
         return reserved
 
-    def activate(self, key: RequestKey, output_ids: Sequence[int], num_tokens: int, now: float) -> bool:
+    def activate(
+        self,
+        key: RequestKey,
+        output_ids: Sequence[int],
+        num_tokens: int,
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> bool:
         """All KV of the first `num_tokens` tokens is here and verified: the request decodes from the next step on.
 
         `output_ids`: all output over all attempts, the last just sampled by the peer (the gateway may have known it
-        when it asked to adopt). False when the request is gone or already active. Raises InvariantError when the
-        numbers do not fit the request.
+        when it asked to adopt). `logprobs`: of the last ones, where the request asks. False when the request is gone or
+        already active. Raises InvariantError when the numbers do not fit the request.
         """
         request = self.requests.get(key)
         if request is None or not request.adopted or request.state is not State.TRANSFERRING:
@@ -90,6 +97,7 @@ class Roster(Holdings):
         self._queues.move(request, State.DECODING, now)
         self._fresh.append(request)
         if request.unsaid:
+            request.handed_logprobs = tuple(logprobs)
             self._unsaid.append(request)
         request.clock.enter(Stage.QUEUE, now)
         return True

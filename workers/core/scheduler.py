@@ -14,13 +14,14 @@ sample, move bytes, talk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from headrace.core.fairness import ServiceCounters
 from headrace.core.predictor import StepPredictor, StepShape
-from headrace.core.records import FinishReason, WorkerLoad
+from headrace.core.records import FinishReason, TokenLogprobs, WorkerLoad
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
 from workers.core.blocks import BlockPool
@@ -116,15 +117,15 @@ class Scheduler(Selection):
         gone = {request.key for request in flight.dropped}
         events = StepEvents(started=[key for key in flight.started if key not in gone])
         self._take_in_decodes(flight, result, events, now)
-        sampled = iter(result.token_ids[plan.num_decode_rows :])
+        sampled = iter(range(plan.num_decode_rows, len(result.token_ids)))
         for index, request in enumerate(flight.prefills, plan.num_decode_rows):
-            token_id = next(sampled) if plan.samples[index] else None
+            place = next(sampled) if plan.samples[index] else None
             self._take_in_chunk(request, plan.num_tokens[index], now)
             if request.state is State.FINISHED:
                 continue
             events.computed.append(request.key)
-            if token_id is not None:
-                self._take_in_first(request, token_id, result.sample_s, events, now)
+            if place is not None:
+                self._take_in_first(request, result, place, events, now)
         self._batch.thaw()
         if plan.memory:
             self._memory_changed(plan.memory)
@@ -258,19 +259,23 @@ class Scheduler(Selection):
         count = flight.plan.num_decode_rows
         if not count:
             return
-        keys, tokens = flight.plan.keys[:count], result.token_ids[:count]
+        keys, tokens, logprobs = flight.plan.keys[:count], result.token_ids[:count], result.logprobs
         dead = set(batch.dead_rows())
         if dead:
             places = range(count) if isinstance(rows, slice) else rows.tolist()
             alive = [i for i, row in enumerate(places) if row not in dead]
             rows = np.asarray([places[i] for i in alive], np.int64)
             keys, tokens = [keys[i] for i in alive], [tokens[i] for i in alive]
+            logprobs = {new: logprobs[old] for new, old in enumerate(alive) if old in logprobs}
         offsets = batch.take_in(rows, tokens)
         self.service.charge_outputs(batch.tenant[rows])
         self.service.charge_residence(
             batch.tenant[rows], batch.capacity[rows] / self._settings.block_size, self._step_s
         )
         self._repeat_handed_over(flight, events)
+        if logprobs:
+            begin = len(events.token_ids)
+            events.token_logprobs |= {begin + i: told for i, told in logprobs.items() if i < len(tokens)}
         events.token_keys += keys
         events.token_offsets += offsets.tolist()
         events.token_ids += tokens
@@ -282,11 +287,8 @@ class Scheduler(Selection):
         unsaid, self._unsaid = self._unsaid, []
         for request in unsaid:
             if request.state is State.DECODING and flight.names(request):
-                output = request.output_ids[request.emitted : -1]
-                events.token_keys += [request.key] * len(output)
-                events.token_offsets += range(request.emitted, request.emitted + len(output))
-                events.token_ids += output
-                request.unsaid = False
+                self._tell(request, request.output_ids[request.emitted : -1], request.handed_logprobs, events)
+                request.unsaid, request.handed_logprobs = False, ()
             elif request.state is State.DECODING:
                 self._unsaid.append(request)
 
@@ -301,23 +303,31 @@ class Scheduler(Selection):
             before_first = request.first_token_at is None and not request.adopted
             request.clock.enter(Stage.PREFILL if before_first else Stage.DECODE, now)
 
-    def _take_in_first(self, request: Request, token_id: int, sample_s: float, events: StepEvents, now: float) -> None:
-        """The token at the end of a prefill."""
-        request.append(token_id)
+    @staticmethod
+    def _tell(request: Request, output: list[int], logprobs: Sequence[TokenLogprobs], events: StepEvents) -> None:
+        """Output that goes on from what is emitted; `logprobs` are those of the last tokens of it."""
+        begin = len(events.token_ids) + len(output) - len(logprobs)
+        events.token_logprobs.update(enumerate(logprobs, begin))
+        events.token_keys += [request.key] * len(output)
+        events.token_offsets += range(request.emitted, request.emitted + len(output))
+        events.token_ids += output
+
+    def _take_in_first(self, request: Request, result: StepResult, place: int, events: StepEvents, now: float) -> None:
+        """The token at the end of a prefill, which is the result's at that place."""
+        request.append(result.token_ids[place])
         self.service.charge_output(request.tenant_index, 1)
         if request.first_token_at is None:
             request.first_token_at = now
             if not request.adopted:
-                request.clock.enter(None if request.hand_off else Stage.DECODE, now, sampling_s=sample_s)
+                request.clock.enter(None if request.hand_off else Stage.DECODE, now, sampling_s=result.sample_s)
                 if request.traced:
                     self._journal.note(Event.FIRST_TOKEN, request, now)
         elif request.clock.stage is Stage.PREFILL:
             request.clock.enter(Stage.DECODE, now)  # a tool's answer is computed
-        output = request.output_ids[request.emitted :]
-        events.token_keys += [request.key] * len(output)
-        events.token_offsets += range(request.emitted, request.num_output)
-        events.token_ids += output
+        told = () if place not in result.logprobs else (result.logprobs[place],)
+        self._tell(request, request.output_ids[request.emitted :], request.handed_logprobs + told, events)
         request.emitted, request.unsaid = request.num_output, False
+        request.handed_logprobs = told if request.hand_off else ()
         reason = end_reason(request, self._settings)
         if reason is not None:
             self._end_here(request, reason, events, now)

@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from headrace.core.records import TokenLogprobs
 from headrace.errors import InvariantError
 from headrace.sampling import SamplingParams, uniform
 from kvtransfer.core.identity import KEY_SCHEMA_VERSION, root_hash
@@ -25,10 +26,19 @@ def fake_next_token(
     history: Sequence[int], params: SamplingParams, banned: Sequence[int] = (), vocab_size: int = 512
 ) -> int:
     """What FakeRunner samples after `history` (prompt + output so far), when the pool holds exactly that history."""
+    return _next(_log_of(history), params, banned, vocab_size)
+
+
+def fake_logprobs(history: Sequence[int], token_id: int, num_top: int, vocab_size: int = 512) -> TokenLogprobs:
+    """What FakeRunner tells of `token_id`, which it samples after `history`: the whole history decides."""
+    return _score(_log_of(history), token_id, num_top, vocab_size)
+
+
+def _log_of(history: Sequence[int]) -> np.ndarray:
     log = np.empty((len(history), 2), np.int32)
     log[:, 0] = history
     log[:, 1] = np.arange(len(history))
-    return _next(log, params, banned, vocab_size)
+    return log
 
 
 def _next(log: np.ndarray, params: SamplingParams, banned: Sequence[int], vocab_size: int) -> int:
@@ -38,6 +48,20 @@ def _next(log: np.ndarray, params: SamplingParams, banned: Sequence[int], vocab_
     while token in banned:
         token = (token + 1) % vocab_size
     return token
+
+
+def _score(log: np.ndarray, token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """The likeliest id is a hash of the log, less likely ones follow by one each in equal steps, which it decides too.
+    Exact in float32.
+    """
+    digest = blake2b(log.tobytes(), digest_size=5, person=b"logprobs").digest()
+    first, step = int.from_bytes(digest[:4], "little") % vocab_size, (1 + digest[4]) / 256
+    places = range(min(num_top, vocab_size))
+    return TokenLogprobs(
+        -step * (1 + (token_id - first) % vocab_size),
+        tuple((first + place) % vocab_size for place in places),
+        tuple(-step * (1 + place) for place in places),
+    )
 
 
 class FakeRunner:
@@ -94,12 +118,16 @@ class FakeRunner:
             done += count
         if done != len(plan.token_ids):
             raise InvariantError(f"step {plan.step_id}: {len(plan.token_ids)} token ids for {done} tokens")
-        tokens = []
+        tokens: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
         for i, wanted in enumerate(plan.samples):
             if wanted:
-                log = self._read(plan.start_pos[i] + plan.num_tokens[i], tables[i])
-                tokens.append(_next(log, plan.sampling[i], plan.banned[i], self.vocab_size))
-        return StepResult(tokens, self.step_s)
+                log, params = self._read(plan.start_pos[i] + plan.num_tokens[i], tables[i]), plan.sampling[i]
+                token_id = _next(log, params, plan.banned[i], self.vocab_size)
+                if params.logprobs is not None:
+                    logprobs[len(tokens)] = _score(log, token_id, params.logprobs, self.vocab_size)
+                tokens.append(token_id)
+        return StepResult(tokens, self.step_s, logprobs=logprobs)
 
     def warm_up(self) -> None:
         """Nothing to warm."""

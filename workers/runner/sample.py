@@ -1,15 +1,19 @@
-"""From a step's sampling parameters to the table that the sampling kernel wants.
+"""From a step's sampling parameters to what the sampling kernels want, and from their answer to the step's.
 
 The only randomness is `headrace.sampling.uniform` at the token's absolute position; the kernel gets it as a draw.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+from torch import Tensor
+
+from headrace.core.records import TokenLogprobs
 from headrace.errors import InvariantError
 from headrace.sampling import uniform
-from kernels.ops import SampleTable
+from kernels.ops import LogprobScorer, SampleTable
 from workers.core.plan import StepPlan
 
 _NO_HISTORY = np.zeros(0, np.int64)
@@ -38,6 +42,24 @@ def sampling_table(plan: StepPlan) -> SampleTable:
         [_history(plan, i) for i in rows] if penalized else (),
         [plan.prompt_lens[i] for i in rows] if penalized else (),
     )
+
+
+def asking_rows(plan: StepPlan) -> dict[int, int]:
+    """Index among the rows that sample -> how many of the likeliest tokens it asks for."""
+    wanted = (params.logprobs for params, samples in zip(plan.sampling, plan.samples, strict=True) if samples)
+    return {number: num_top for number, num_top in enumerate(wanted) if num_top is not None}
+
+
+def score_rows(
+    scorer: LogprobScorer, logits: Tensor, asking: Mapping[int, int], token_ids: Sequence[int]
+) -> dict[int, TokenLogprobs]:
+    """By index in token_ids. logits: float32 [asking, vocab], as the model gave them."""
+    num_top = [min(most, logits.shape[1]) for most in asking.values()]
+    values, ids = scorer.score(logits, [token_ids[row] for row in asking], num_top)
+    return {
+        row: TokenLogprobs(own, tuple(top_ids[:most]), tuple(top[:most]))
+        for row, most, (own, *top), top_ids in zip(asking, num_top, values.tolist(), ids.tolist(), strict=True)
+    }
 
 
 def _history(plan: StepPlan, row: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -15,7 +15,7 @@ from headrace.errors import InvariantError, StartupError
 from headrace.ids import RequestKey
 from headrace.paths import cache_root
 from headrace.sampling import SamplingParams
-from kernels.ops import PoolShape, Program, Sampler, step_rows
+from kernels.ops import LogprobScorer, PoolShape, Program, Sampler, step_rows
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
 from kvtransfer.probe import probe_area
@@ -28,7 +28,7 @@ from workers.model.matrices import storage_text
 from workers.model.weight_format import WeightFormat
 from workers.runner.exact import exact_self_test
 from workers.runner.pool import allocate_pool, release_pages, touch_pages
-from workers.runner.sample import sampling_table
+from workers.runner.sample import asking_rows, sampling_table, score_rows
 
 _DTYPE_BYTES = 4
 _PAGE_BYTES = 4096
@@ -114,6 +114,7 @@ class TorchRunner:
         except (MemoryError, OSError) as error:
             raise StartupError(f"too little memory for the weights ({available_bytes():,} bytes available)") from error
         self._sampler = Sampler(c.vocab_size, threads)
+        self._scorer = LogprobScorer(c.vocab_size, threads)
         storages = self._decoder.storage_bytes()
         self.weight_storage = storage_text(storages)
         self.exact_rows = exact_self_test(threads, c, storages) if exact else ""
@@ -145,8 +146,11 @@ class TorchRunner:
         except ValueError as error:
             raise InvariantError(f"step {plan.step_id}: {error}") from error
         middle = time.perf_counter()
+        asking = asking_rows(plan)
+        raw = logits[list(asking)] if asking else None  # a copy: choosing changes them
         tokens = self._sampler.choose(logits, sampling_table(plan))
-        return StepResult(tokens, middle - begin, time.perf_counter() - middle)
+        logprobs = score_rows(self._scorer, raw, asking, tokens) if raw is not None else {}
+        return StepResult(tokens, middle - begin, time.perf_counter() - middle, logprobs)
 
     def _change_memory(self, change: MemoryChange) -> None:
         block_bytes = self.layout.block_bytes
