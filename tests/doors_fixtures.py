@@ -13,11 +13,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.errors import Code, HeadraceError
 from router.api import Delta, Explanation, GenerationSpec, Usage
+from router.branch_text import BranchText
 from router.grpc_api import GrpcDoor, ModelFacts, build_server
 from router.metrics import DoorMetrics
 from router.openai_api import build_app
 from router.spec import GatewaySpec
-from router.text import IncrementalDetokenizer, StopMatcher, TextModel
+from router.text import TextModel
+from workers.runner.fake import fake_logprobs
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('this model has no tool role') }}{% endif %}"
@@ -64,8 +66,8 @@ def gateway_spec(**changes: object) -> GatewaySpec:
 class EchoGateway:
     """Answers each branch with the prompt's own tokens, over and over, up to max_tokens; the seed shifts the start.
 
-    Real detokenizer, real stop strings. `pause_s` waits before each token; `fail_after` breaks the call in its middle;
-    `refuse` is raised before the first delta. `running` and `closed` count calls.
+    Real detokenizer, real stop strings, FakeRunner's log-probabilities. `pause_s` waits before each token; `fail_after`
+    breaks the call in its middle; `refuse` is raised before the first delta. `running` and `closed` count calls.
     """
 
     def __init__(self, text: TextModel | None = None) -> None:
@@ -139,19 +141,23 @@ class _Branch:
         self.sampling = spec.sampling[index]
         self.answer = answer
         self.out: list[int] = []
-        self.detokenizer = IncrementalDetokenizer(text)
-        self.stops = StopMatcher(spec.stop, spec.include_stop)
+        self.vocab_size = text.vocab_size
+        self.prompt_ids = spec.prompt_ids
+        self.text = BranchText(text, spec.stop, spec.include_stop, self.sampling)
 
     def step(self) -> Delta:
-        token = self.answer[len(self.out) % len(self.answer)]
+        token, num_top = self.answer[len(self.out) % len(self.answer)], self.sampling.logprobs
+        told = ()
+        if num_top is not None:
+            told = (fake_logprobs([*self.prompt_ids, *self.out], token, num_top, self.vocab_size),)
         self.out.append(token)
-        text, stopped = self.stops.push(self.detokenizer.push([token]), armed=len(self.out) >= self.sampling.min_tokens)
+        text, stopped = self.text.push([token], told)
         reason = "stop" if stopped else "length" if len(self.out) >= self.sampling.max_tokens else None
         if reason == "length":
-            tail, stopped = self.stops.push(self.detokenizer.flush())
-            text += tail if stopped else tail + self.stops.flush()
-            reason = "stop" if stopped else reason
-        return Delta(self.index, text, (token,), reason)
+            text += self.text.flush()
+            reason = "stop" if self.text.stopped else reason
+        entries = self.text.take_entries(ended=reason is not None)
+        return Delta(self.index, text, (token,), reason, logprobs=told, entries=entries)
 
 
 def echo_tokens(spec: GenerationSpec, branch: int) -> Sequence[int]:
