@@ -14,7 +14,7 @@ from itertools import count, pairwise
 
 from headrace.core.fairness import ServiceCounters
 from headrace.core.predictor import Profile, StepPredictor
-from headrace.core.records import FinishReason
+from headrace.core.records import FinishReason, TokenLogprobs
 from headrace.core.step_shape import FEATURES_VERSION, KNOTS, NUM_FEATURES, StepShape
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
@@ -47,6 +47,11 @@ def make_settings(**changes: object) -> SchedulerSettings:
         "min_progress_tokens": 1,
     }
     return SchedulerSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def toy_logprobs(token: int, position: int) -> TokenLogprobs:
+    """Of a token at its place among input and output."""
+    return TokenLogprobs(-float(token), (position,), (-0.5,))
 
 
 def toy_token(history: Sequence[int], vocab: int, banned: Sequence[int] = ()) -> int:
@@ -109,7 +114,7 @@ class ToyRunner:
 
     def run(self, plan: StepPlan, truth: dict[RequestKey, list[int]]) -> StepResult:
         """`truth`: each row's own tokens, kept apart from the scheduler; the row must see exactly them."""
-        at, ids = 0, []
+        at, ids, logprobs = 0, [], {}
         for block, target in plan.swap_out:
             self.host[target] = list(self.kv[block])
         for block in [*plan.memory.retired, *plan.memory.restored]:
@@ -136,8 +141,11 @@ class ToyRunner:
             assert seen == chain(truth[key][:end]), f"row {row} of step {plan.step_id} reads KV that is not its own"
             assert plan.samples[row] == (end == len(truth[key]))
             if plan.samples[row]:
-                ids.append(toy_token(truth[key], self.vocab, plan.banned[row]))
-        return StepResult(ids, sample_s=0.25)
+                token = toy_token(truth[key], self.vocab, plan.banned[row])
+                if plan.sampling[row].logprobs is not None:
+                    logprobs[len(ids)] = toy_logprobs(token, end)
+                ids.append(token)
+        return StepResult(ids, sample_s=0.25, logprobs=logprobs)
 
 
 @dataclass
@@ -182,12 +190,18 @@ class World:
         adopted: bool = False,
         no_cache: bool = False,
         deadline: float | None = None,
+        asks: bool | None = None,
         **fields: object,
     ) -> Request:
-        """`prompt`: token ids, or a length of a prompt like no other. `fields`: further ones of Request."""
+        """`prompt`: token ids, or a length of a prompt like no other. `fields`: further ones of Request.
+
+        `asks` for log-probabilities: by default every other request does.
+        """
         key = RequestKey(next(self._keys))
         ids = [1000 * int(key) + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
-        sampling = SamplingParams(max_tokens, min_tokens, ignore_eos=ignore_eos, stop_token_ids=stop)
+        asks = key % 2 == 0 if asks is None else asks
+        logprobs = 0 if asks else None
+        sampling = SamplingParams(max_tokens, min_tokens, ignore_eos=ignore_eos, stop_token_ids=stop, logprobs=logprobs)
         request = Request(
             key,
             RequestId(f"req-{key}"),
@@ -228,7 +242,8 @@ class World:
         num_tokens = request.num_tokens
         token = toy_token(self.truth[request.key], self.vocab, banned_ids(request, self.settings))
         self.truth[request.key].append(token)
-        assert self.scheduler.activate(request.key, [*request.output_ids, token], num_tokens, self.now)
+        told = () if request.sampling.logprobs is None else (toy_logprobs(token, num_tokens),)
+        assert self.scheduler.activate(request.key, [*request.output_ids, token], num_tokens, self.now, told)
 
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
@@ -240,8 +255,12 @@ class World:
         self.now += self.cost(StepShape.of(plan.num_tokens, plan.start_pos, plan.samples, plan.num_decode_rows))
         events = self.scheduler.apply(plan, result, self.now)
         self.scheduler.check_integrity()
-        for key, offset, token in zip(events.token_keys, events.token_offsets, events.token_ids, strict=True):
+        rows = zip(events.token_keys, events.token_offsets, events.token_ids, strict=True)
+        for row, (key, offset, token) in enumerate(rows):
             assert offset == len(self.delivered[key])
+            asks = self.seen[key].sampling.logprobs is not None
+            told = toy_logprobs(token, self.seen[key].num_input + offset) if asks else None
+            assert events.token_logprobs.get(row) == told
             self.delivered[key].append(token)
             if self.seen[key].num_input + offset == len(self.truth[key]):
                 self.truth[key].append(token)

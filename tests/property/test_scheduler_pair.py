@@ -58,6 +58,7 @@ class Pair:
             stop=sampling.stop_token_ids,
             hand_off=hand_off,
             adopted=adopted,
+            asks=sampling.logprobs is not None,
         )
 
     def run(self) -> None:
@@ -114,7 +115,8 @@ class Pair:
             self.pulled[key] = max(next_block, complete)
             if there.state is State.TRANSFERRING:
                 self.d.truth[key] = list(there.token_ids)
-                assert self.d.scheduler.activate(key, there.output_ids, there.computed_tokens, self.d.now)
+                computed, told = there.computed_tokens, there.handed_logprobs
+                assert self.d.scheduler.activate(key, there.output_ids, computed, self.d.now, told)
                 assert self.p.scheduler.release_handed_off(there.key, self.p.now)
                 del self.pulled[key]
 
@@ -154,7 +156,11 @@ def test_outputs_of_a_pair_are_those_of_a_run_alone(
         prompt = [*shared, *(random.randint(1, 2) for _ in range(random.randint(1, 4)))]
         min_tokens = random.choice([0, 0, 3])
         sampling = SamplingParams(
-            random.randint(max(1, min_tokens), 12), min_tokens, ignore_eos=random.random() < 0.5, stop_token_ids=(7,)
+            random.randint(max(1, min_tokens), 12),
+            min_tokens,
+            ignore_eos=random.random() < 0.5,
+            stop_token_ids=(7,),
+            logprobs=random.choice([None, 0]),
         )
         calls.append(Call(prompt, sampling))
     Pair(calls, p, d, random, loss).run()
