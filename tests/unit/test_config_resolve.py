@@ -84,6 +84,12 @@ def test_workers_have_stable_names_and_one_secret() -> None:
     assert deployment.gateways[0].served_model_name == "model"
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_gateway_holds_workers_to_what_they_promise(exact: bool) -> None:
+    deployment = deploy({"exact": exact})
+    assert {spec.exact for spec in (*deployment.workers, *deployment.gateways)} == {exact}
+
+
 def test_the_automatic_kv_pool_is_a_gibibyte_or_a_tenth_of_the_memory_in_whole_blocks() -> None:
     block = 46_080 * 16
     assert deploy(colocated=1).workers[0].kv_cache_bytes == GIB // block * block
