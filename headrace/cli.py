@@ -249,6 +249,23 @@ def profile(
 
 
 @app.command()
+def doctor(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG|MODEL]", help="A .yaml file, a model folder, a GGUF file, or nothing."),
+    ] = None,
+    as_json: Json = False,
+    limit_s: Annotated[float, typer.Option(min=1.0, max=600.0, help="How long it may take.")] = 20.0,
+) -> None:
+    """Say what on this machine would make KV slow or a deployment fail: exit code 1 when a check fails."""
+    with _errors():
+        from headrace.cli_doctor import run
+
+        if not run(source, as_json, limit_s):
+            sys.exit(EXIT_FAILED)
+
+
+@app.command()
 def events(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Workers' event logs, or their folder.")],
     request: Annotated[str | None, typer.Option(help="The life of this request, over all files.")] = None,

@@ -1,0 +1,1 @@
+"""What `headrace doctor` makes of facts about a machine: pure judgements, one finding each. Looks at nothing itself."""
