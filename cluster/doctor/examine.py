@@ -44,12 +44,12 @@ def examine(config: ServeConfig, source: str | None, total_s: float) -> Iterator
     yield finding
     subject = _Subject(config, source, resolved)
     for name, look in subject.checks().items():
-        yield from _limited(name, min(CHECK_SHARE * total_s, end - monotonic()), look)
+        yield from limited(name, min(CHECK_SHARE * total_s, end - monotonic()), look)
     by_processes: dict[str, Callable[[float], list[Finding]]] = {"GPUs": subject.gpus}
     by_processes |= {f"lane {lane}": partial(subject.lane, lane) for lane in LANES if lane != "auto"}
     for name, measure in by_processes.items():
         limit_s = min(PROCESS_SHARE * total_s, end - monotonic())
-        yield from _limited(name, limit_s, partial(measure, limit_s), PROCESS_END_S)
+        yield from limited(name, limit_s, partial(measure, limit_s), PROCESS_END_S)
 
 
 def _resolve(config: ServeConfig, limit_s: float) -> tuple[Deployment | None, Finding]:
@@ -142,7 +142,7 @@ def _pool_bytes(resolved: Deployment) -> int:
     return max(worker.kv_cache_bytes for worker in resolved.workers)
 
 
-def _limited(name: str, limit_s: float, look: Callable[[], list[Finding]], end_s: float = 0.0) -> list[Finding]:
+def limited(name: str, limit_s: float, look: Callable[[], list[Finding]], end_s: float = 0.0) -> list[Finding]:
     """What `look` finds; a look that takes too long or breaks is a finding too. end_s: more time for one that
     keeps the limit by itself."""
     if limit_s < MIN_LEFT_S:
