@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from cluster.core.doctor.lanes import LaneFacts, read_transports
 from cluster.doctor.lane_end import MARK, READER, EndSpec
+from headrace.clock import monotonic
 from headrace.installation import ROOT
 
 _END_S = 1.0
@@ -23,11 +24,12 @@ _UCX_TELLS = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
 
 def measure(lane: str, wanted: str, host: str, block_bytes: int, limit_s: float) -> LaneFacts:
     """Blocks for about limit_s at most; both processes are gone when it returns."""
+    end = monotonic() + limit_s
     spec = EndSpec(lane, host, block_bytes, secrets.token_hex(16), os.getpid(), is_holder=True)
     with (
         _end(spec, {}) as holder,
         _end(replace(spec, is_holder=False), _UCX_TELLS) as reader,
-        _killed_after(limit_s, holder, reader) as is_late,
+        _killed_after(end - monotonic(), holder, reader) as is_late,
     ):
         told, log = _answer(holder)
         if "error" not in told:
