@@ -68,7 +68,7 @@ class _Source:
         self._spec = spec
         self._keys = 0
 
-    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+    def grant_lease(self, request_id: str, attempt: int, number: int) -> LeaseGrant | Rejected:
         count, seed = map(int, request_id.split("/")[:2])
         self._keys += 1
         record = HandOffRecord((1,), count * BLOCK_TOKENS)

@@ -19,7 +19,7 @@ from headrace.errors import Code, HeadraceError, invalid
 from headrace.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
-_OF_REQUEST = frozenset({"priority", "task", "steps_left", "parent", "session"})
+_OF_REQUEST = frozenset({"priority", "task", "steps_left", "parent", "session", "on_transfer_failure"})
 Input = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A prompt, token ids, or chat messages `{"role": ..., "content": ...}`."""
 
@@ -66,7 +66,8 @@ class Options(Sampling, total=False):
 
     A lower priority is earlier, 0 is ordinary; `task` labels the kind of work; `steps_left` are the steps that an agent
     may still take; `parent` is the request_id of a request in progress whose cancellation ends this one too;
-    `session` labels the conversation that it is a part of, for routing.
+    `session` labels the conversation that it is a part of, for routing; `on_transfer_failure` is auto, retry,
+    other_prefill, local_recompute or fail.
     """
 
     priority: int
@@ -74,6 +75,7 @@ class Options(Sampling, total=False):
     steps_left: int
     parent: str
     session: str
+    on_transfer_failure: str
 
 
 class ToolWait(TypedDict, total=False):

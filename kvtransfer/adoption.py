@@ -94,11 +94,13 @@ class Adoption:
         source: pb.PeerAddress,
         sink: HandoffSink,
         hashes: Sequence[bytes] = (),
+        number: int = 0,
     ) -> None:
         """`hashes`: of the blocks to fetch; none: it is a hand-off of the request."""
         self.stream: asyncio.Task[None] | None = None
         self._reader = reader
         self._request_id, self._attempt, self._address = request_id, attempt, source
+        self._number = number
         self._sink = sink
         self._hashes = join_hashes(hashes)
         self._handoff = Handoff(reader.block_size, is_fetch=bool(hashes), max_retries=reader.max_retries)
@@ -185,8 +187,9 @@ class Adoption:
             attempt=self._attempt,
             reader=self._reader.me,
             holder_incarnation=self._address.incarnation,
-            proof=pairing.lease_proof(self._request_id, self._attempt, self._hashes),
+            proof=pairing.lease_proof(self._request_id, self._attempt, self._number, self._hashes),
             block_hashes=self._hashes,
+            number=self._number,
         )
 
     async def _hear(self, message: pb.LeaseResponse) -> None:

@@ -46,8 +46,9 @@ class LeaseGrant:
 class LeaseSource(Protocol):
     """The worker, as its leases see it. Called on the event loop's thread; takes the worker's lock itself."""
 
-    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
-        """Pins a request's blocks for a reader; Rejected when it has one already. `lease_ended` follows a grant."""
+    def grant_lease(self, request_id: str, attempt: int, number: int) -> LeaseGrant | Rejected:
+        """Pins a request's blocks for the reader of its adoption `number`; Rejected when one of this number or a later
+        one has them already. `lease_ended` follows a grant."""
 
     def grant_fetch(self, request_id: str, attempt: int, hashes: Sequence[bytes]) -> LeaseGrant | Rejected:
         """Pins the leading run of these blocks that is cached, under a key of its own, and has what lies below the
@@ -114,6 +115,13 @@ class LeaseHolder:
     def request_ended(self, key: RequestKey, reason: str) -> None:
         self._tell(key, lambda lease: lease.request_ended(reason))
 
+    def supersede(self, key: RequestKey) -> None:
+        """Ends the request's lease at once, on the event loop's thread: somebody else adopts it, and its reader is
+        dead, or does not know yet that it has failed. `lease_ended` has been told when this returns."""
+        served = self._served.get(key)
+        if served is not None:
+            self._do(served, served.lease.request_ended("superseded"))
+
     def _tell(self, key: RequestKey, fact: Callable[[Lease], list[LeaseAction]]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._apply, key, fact)
@@ -171,7 +179,7 @@ class LeaseHolder:
                 return Rejected("protocol")
             grant = self._source.grant_fetch(request.request_id, request.attempt, hashes)
         else:
-            grant = self._source.grant_lease(request.request_id, request.attempt)
+            grant = self._source.grant_lease(request.request_id, request.attempt, request.number)
         if isinstance(grant, Rejected):
             return grant
         lease = Lease(LeaseId(self._ids("lease")), grant.key, self._incarnation)

@@ -89,8 +89,8 @@ class Pairing:
     note: str = ""
     """Why not the best lane is used."""
 
-    def lease_proof(self, request_id: str, attempt: int, hashes: bytes) -> bytes:
-        return lease_proof(self.key, request_id, attempt, hashes)
+    def lease_proof(self, request_id: str, attempt: int, number: int, hashes: bytes) -> bytes:
+        return lease_proof(self.key, request_id, attempt, number, hashes)
 
     def demote(self, lane: PairedLane) -> None:
         """A read over it has failed: the others first."""
@@ -118,7 +118,8 @@ class PairServer:
         key = self._keys.get(peer_name(request.reader.worker_id, request.reader.incarnation))
         if key is None:
             return False
-        return is_proof(request.proof, lease_proof(key, request.request_id, request.attempt, request.block_hashes))
+        asked = request.request_id, request.attempt, request.number, request.block_hashes
+        return is_proof(request.proof, lease_proof(key, *asked))
 
     async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The body of the servicer's `Pair` method."""

@@ -143,9 +143,12 @@ class LeaseReader:
         """Reads that may still write, abandoned ones included."""
         return len(self._reads)
 
-    def adopt(self, request_id: str, attempt: int, source: pb.PeerAddress, sink: HandoffSink) -> Adoption:
-        """Queues a hand-off; nothing happens until the worker has `reserved` its blocks."""
-        adoption = Adoption(self, request_id, attempt, source, sink)
+    def adopt(
+        self, request_id: str, attempt: int, source: pb.PeerAddress, sink: HandoffSink, number: int = 1
+    ) -> Adoption:
+        """Queues a hand-off; nothing happens until the worker has `reserved` its blocks. `number`: of the adoptions of
+        this attempt's prefill."""
+        adoption = Adoption(self, request_id, attempt, source, sink, number=number)
         self._live.add(adoption)
         return adoption
 

@@ -59,6 +59,8 @@ class GenerationSpec:
     parent: str = ""
     """Label of a live request of the tenant; unless that ends well, this one is cancelled. '': none."""
     tool_wait: ToolWait | None = None
+    on_transfer_failure: str = ""
+    """A name of `router.core.recovery.OnFailure`; '': the deployment's."""
     may_fall_back: bool = False
     """Where policy says so, its door sends it to another deployment when it is refused."""
     prompt_field: str = "prompt"

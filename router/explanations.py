@@ -14,6 +14,7 @@ from headrace.v1 import inference_pb2 as pb
 from router.core.decision import Decision, PlanKind
 from router.core.explained import candidate_rows
 from router.core.flight import Flight
+from router.core.recovery import Recovery
 from router.core.router import Router
 
 MAX_CANDIDATES = 200_000
@@ -30,7 +31,7 @@ class Routed:
     """What is remembered of a choice: no tokens."""
 
     prompt_tokens: int
-    decisions: tuple[tuple[int, Decision], ...]
+    decisions: tuple[tuple[int, Decision | Recovery], ...]
     """With the attempt of each."""
     realised_ms: Mapping[int, float]
     """By attempt."""
@@ -51,7 +52,7 @@ class Explanations:
 
     def keep(self, tenant: str, labels: tuple[str, ...], choices: list[Routed]) -> None:
         """A call has ended. A later one under the same label hides it."""
-        size = 1 + sum(len(decision.candidates) for choice in choices for _, decision in choice.decisions)
+        size = 1 + sum(_size(decision) for choice in choices for _, decision in choice.decisions)
         names = tuple((tenant, label) for label in labels if label)
         self._next += 1
         self._calls[self._next] = (names, choices, size)
@@ -74,7 +75,43 @@ def explained(choices: list[Routed], router: Router, block_size: int) -> Iterato
     """All decisions of a call's choices."""
     for index, choice in enumerate(choices):
         for attempt, decision in choice.decisions:
-            yield _message(index, attempt, decision, choice, router, block_size)
+            if isinstance(decision, Recovery):
+                yield _recovery(index, attempt, decision, choice)
+            else:
+                yield _message(index, attempt, decision, choice, router, block_size)
+
+
+def _size(decision: Decision | Recovery) -> int:
+    if isinstance(decision, Recovery):
+        return sum(len(option.plan.candidates) for option in decision.options)
+    return len(decision.candidates)
+
+
+def _recovery(index: int, attempt: int, recovery: Recovery, choice: Routed) -> pb.RoutingDecision:
+    return pb.RoutingDecision(
+        choice=index,
+        attempt=attempt,
+        stage="recovery",
+        policy=recovery.policy.value,
+        reason=recovery.cause,
+        prompt_tokens=choice.prompt_tokens,
+        predicted_ms=recovery.chosen.predicted_ms,
+        num_candidates=len(recovery.options),
+        candidates=[
+            pb.PlanCandidate(
+                kind=option.way.value,
+                worker=option.plan.worker.worker_id,
+                cost_ms=option.predicted_ms,
+                terms=[
+                    pb.CostTerm(name="next_token", ms=option.first_ms),
+                    pb.CostTerm(name="transfer", ms=option.transfer_ms),
+                    pb.CostTerm(name="decode", ms=option.rest_ms),
+                ],
+                chosen=option is recovery.chosen,
+            )
+            for option in recovery.options
+        ],
+    )
 
 
 def _message(

@@ -66,11 +66,12 @@ def fetch(wanted: Fetch, address: str) -> pb.Fetch:
     return pb.Fetch(source=source, num_blocks=wanted.num_blocks)
 
 
-def adopt(leg: Leg, seq: int, request: pb.RequestBody, source: Leg) -> pb.SessionRequest:
+def adopt(leg: Leg, seq: int, request: pb.RequestBody, source: Leg, number: int) -> pb.SessionRequest:
     peer = pb.PeerAddress(
         worker_id=source.worker.worker_id, incarnation=source.worker.incarnation, address=source.address
     )
-    return pb.SessionRequest(adopt=pb.Adopt(handle=leg.handle, submit_seq=seq, body=request, source=peer))
+    message = pb.Adopt(handle=leg.handle, submit_seq=seq, body=request, source=peer, number=number)
+    return pb.SessionRequest(adopt=message)
 
 
 def pause(leg: Leg, num_output: int, tool: str, outlook: Outlook) -> pb.SessionRequest:

@@ -42,6 +42,7 @@ from router.core.legs import (
     SubmitTo,
 )
 from router.core.placement import Mode
+from router.core.recovery import OnFailure
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
 from router.placing import Names, Placing
@@ -220,6 +221,7 @@ class Gateway:
             eos_token_ids=tuple(self.text.eos_token_ids),
             max_attempts=self.spec.max_attempts,
             max_crashes=self.spec.max_worker_crashes,
+            on_failure=OnFailure(spec.on_transfer_failure or self.spec.on_transfer_failure),
             max_model_len=self.spec.max_model_len,
             exact=self.spec.exact,
             ends_call=call_finder(self.text, spec, spec.sampling[index]),
@@ -283,6 +285,7 @@ class Gateway:
                     self.counters.retries += branch.flight.attempt > 1
                     self._deliver_leg(branch, action)
                 case AdoptAt(leg):
+                    self.counters.retries += action.number > 1
                     self._deliver_leg(branch, action)
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)
@@ -325,7 +328,7 @@ class Gateway:
         body = frames.body(branch, max(branch.deadline - self._clock(), 0.0), service)
         self._legs[leg.handle] = (branch, leg)
         if isinstance(action, AdoptAt):
-            frame = frames.adopt(leg, seq, body, action.source)
+            frame = frames.adopt(leg, seq, body, action.source, action.number)
         else:
             wanted = action.fetch
             fetch = None if wanted is None else frames.fetch(wanted, router.table.address(wanted.source))

@@ -38,7 +38,16 @@ from router.metrics import DoorMetrics
 from router.scalars import label
 from router.siblings import Siblings
 from router.spec import GatewaySpec
-from router.validate import MAX_BIASES, Caller, Options, parse_options, steps_left, task_label, tool_wait
+from router.validate import (
+    MAX_BIASES,
+    Caller,
+    Options,
+    on_transfer_failure,
+    parse_options,
+    steps_left,
+    task_label,
+    tool_wait,
+)
 
 log = logging.getLogger("headrace.router.grpc")
 
@@ -253,6 +262,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             steps_left=steps_left("steps_left", request.steps_left if request.HasField("steps_left") else None),
             parent=label("parent", request.parent),
             tool_wait=self._tool_wait(request, name),
+            on_transfer_failure=on_transfer_failure("on_transfer_failure", request.on_transfer_failure),
         )
         spec = await door.prepare(self._prompt(request), options, caller, explain=request.explain)
         return spec, answer_id

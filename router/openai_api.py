@@ -43,7 +43,7 @@ from router.openai_logprobs import LogprobWriter
 from router.openai_models import Call, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.scalars import label
 from router.spec import GatewaySpec
-from router.validate import Caller, deadline, request_label, steps_left, task_label
+from router.validate import Caller, deadline, on_transfer_failure, request_label, steps_left, task_label
 
 if TYPE_CHECKING:
     from router.fallback import Fallback, Rescue
@@ -56,6 +56,7 @@ DEADLINE_HEADER = "x-request-timeout-s"
 TASK_HEADER = "x-headrace-task"
 STEPS_HEADER = "x-headrace-steps-left"
 PARENT_HEADER = "x-headrace-parent"
+TRANSFER_FAILURE_HEADER = "x-headrace-on-transfer-failure"
 _INTERNAL = HeadraceError(Code.INTERNAL, "internal error; the server's log has it under this request's id")
 
 
@@ -268,6 +269,7 @@ class _Api:
             task=task_label(TASK_HEADER, headers.get(TASK_HEADER)),
             steps_left=steps_left(STEPS_HEADER, headers.get(STEPS_HEADER)),
             parent=request_label(PARENT_HEADER, headers.get(PARENT_HEADER)),
+            on_transfer_failure=on_transfer_failure(TRANSFER_FAILURE_HEADER, headers.get(TRANSFER_FAILURE_HEADER)),
             answer_id=answer_id,
         )
         return [await self.door.prepare(prompt, call.options, caller) for prompt in call.prompts]

@@ -122,7 +122,7 @@ class Placing:
             return
         branch.learned.add(flight.attempt)
         plan = next((d for at, d in flight.decisions if at == flight.attempt), None)
-        if plan is not None:
+        if isinstance(plan, Decision):
             realised_ms = flight.realised_ms[flight.attempt]
             self.on_first_token(plan, realised_ms, self.router.completed(plan, realised_ms))
 

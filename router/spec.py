@@ -130,6 +130,8 @@ class GatewaySpec(BaseModel):
     """What a tenant's service is counted in, and the tenants' shares of it; the same at every worker."""
     max_attempts: int = 3
     max_worker_crashes: int = 2
+    on_transfer_failure: str = "auto"
+    """A name of `router.core.recovery.OnFailure`."""
     liveness_s: float = 8.0
     cluster_token: str
     cache_namespace_secret: str = ""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from headrace.errors import HeadraceError, invalid
 from headrace.sampling import SamplingParams
 from router.api import GenerationSpec, ToolWait
-from router.scalars import INT64_MAX, array, boolean, integer, json_object, label, number, string
+from router.core.recovery import OnFailure
+from router.scalars import INT64_MAX, array, boolean, integer, json_object, label, number, one_of, string
 from router.spec import GatewaySpec
 from router.text import TextModel, check_unicode
 
@@ -113,6 +114,7 @@ class Caller:
     parent: str = ""
     answer_id: str = ""
     tool_wait: ToolWait | None = None
+    on_transfer_failure: str = ""
 
 
 def parse_options(raw: Mapping[str, object], limits: Limits) -> Options:
@@ -326,6 +328,7 @@ def build_spec(
         steps_left=caller.steps_left,
         parent=caller.parent,
         tool_wait=caller.tool_wait,
+        on_transfer_failure=caller.on_transfer_failure,
         answer_id=caller.answer_id,
         prompt_field=prompt_field,
     )
@@ -349,6 +352,11 @@ def task_label(field: str, value: str | None) -> str:
     if not _TASK.fullmatch(value):
         raise invalid(field, "must have 1 to 64 letters, digits, `_`, `.`, `:`, `/` or `-`")
     return value
+
+
+def on_transfer_failure(field: str, value: str | None) -> str:
+    """'' when absent: as the deployment has it."""
+    return one_of(field, value, OnFailure) if value else ""
 
 
 def steps_left(field: str, value: int | str | None) -> int | None:

@@ -118,7 +118,9 @@ class Hub(ToolWaits):
         self._admitted(entry, rejected)
         if rejected is None:
             sink = AdoptedRequest(self, entry)
-            entry.adoption = self.reader.adopt(request.request_id, request.attempt, message.source, sink)
+            entry.adoption = self.reader.adopt(
+                request.request_id, request.attempt, message.source, sink, message.number
+            )
             self._reserve()
 
     def finish(self, session: GatewaySession, handle: int, reason: str) -> None:
@@ -244,19 +246,21 @@ class Hub(ToolWaits):
 
     # ---- this worker's blocks for readers (LeaseSource)
 
-    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+    def grant_lease(self, request_id: str, attempt: int, number: int) -> LeaseGrant | Rejected:
         entry = self._names.get((request_id, attempt))
         if entry is None or not entry.request.hand_off:
             return Rejected("unknown_request", 0.0)
-        if entry.leased:
-            return Rejected("leased_already", 0.0)
         request = entry.request
+        if number <= entry.lease_number:
+            return Rejected("leased_already", 0.0)
+        if entry.leased:
+            self.holder.supersede(request.key)
         with self.engine.lock:
             if not self._scheduler.pin(request.key):
                 return Rejected("unknown_request", 0.0)
             record = _record(request) if request.state is State.TRANSFERRING else None
             blocks = self._complete_blocks(request)
-        entry.leased = True
+        entry.leased, entry.lease_number = True, number
         return LeaseGrant(request.key, blocks, record)
 
     def grant_fetch(self, request_id: str, attempt: int, hashes: Sequence[bytes]) -> LeaseGrant | Rejected:

@@ -49,6 +49,8 @@ class Entry:
     """Set while the request's KV is on its way here."""
     leased: bool = False
     """A reader has a lease on the request's blocks."""
+    lease_number: int = -1
+    """Of the adoption that had the latest lease; -1: there was none."""
     revoking: bool = False
 
 

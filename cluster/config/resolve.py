@@ -139,6 +139,7 @@ def resolve(
         routing_policy=config.gateway.routing.policy,
         routing=config.gateway.routing.settings(),
         max_index_entries=config.gateway.routing.max_index_entries,
+        on_transfer_failure=config.kv_transfer.on_failure,
         liveness_s=config.cluster.liveness_s,
         drain_timeout_s=config.cluster.drain_timeout_s,
         cluster_token=token,

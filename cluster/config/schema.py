@@ -233,6 +233,9 @@ class KvTransferConfig(Section):
     """Every block is compared with its holder's digest once it was read."""
     quarantine_cap_bytes: Annotated[SizeBytes, Field(ge=0)] = 256 << 20
     """A worker whose abandoned reads hold more than this restarts."""
+    on_failure: Literal["auto", "retry", "other_prefill", "local_recompute", "fail"] = "auto"
+    """What becomes of a request whose KV could not be handed on. auto: the first of the three ways that is predicted to
+    keep the deadline, else the quickest."""
     host: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(auto_to_none)] = None
     """Address that workers listen on. auto: loopback, or the Ray node's address in a cluster."""
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from headrace.errors import StartupError
 from headrace.process import die_with_parent
+from kvtransfer.probe import probe_area
 from kvtransfer.transports.base import PoolBytes, TransferError, TransferFault, allocate_pool
-from kvtransfer.transports.select import make_transport
+from kvtransfer.transports.select import Lanes, start_lanes
 
 MARK = "headrace-lane-end: "
 POOL_BYTES = 64 << 20
@@ -78,18 +79,26 @@ def _content(num_bytes: int) -> PoolBytes:
     return np.arange(-(-num_bytes // 8), dtype=np.uint64).view(np.uint8)[:num_bytes]
 
 
-async def _hold(spec: EndSpec) -> None:
-    pool = allocate_pool(POOL_BYTES // spec.block_bytes * spec.block_bytes)
-    lane = await make_transport(
-        spec.lane, pool, spec.block_bytes, peer_id=HOLDER, token=spec.token, host=spec.host, read_timeout_s=READ_LIMIT_S
+async def _start(spec: EndSpec, name: str) -> tuple[Lanes, PoolBytes]:
+    """The lane, and of its memory what this measures."""
+    size = spec.block_bytes
+    area = probe_area(POOL_BYTES // size, size)
+    memory = allocate_pool(area.end * size)
+    lanes = await start_lanes(
+        spec.lane, memory, size, area, peer_id=name, token=spec.token, host=spec.host, read_timeout_s=READ_LIMIT_S
     )
+    return lanes, memory[: area.first * size]
+
+
+async def _hold(spec: EndSpec) -> None:
+    lanes, pool = await _start(spec, HOLDER)
     pool[:] = _content(pool.nbytes)
     family = socket.getaddrinfo(spec.host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((spec.host, 0), family=family) as listener:
         threading.Thread(target=_send_bare, args=(listener, pool), daemon=True).start()
-        _answer(asdict(Holder(lane.transport.descriptor().hex(), listener.getsockname()[1])))
+        _answer(asdict(Holder(lanes.first.descriptor().hex(), listener.getsockname()[1])))
         await asyncio.to_thread(sys.stdin.read)
-    await lane.transport.close()
+    await lanes.close()
 
 
 def _send_bare(listener: socket.socket, pool: PoolBytes) -> None:
@@ -100,11 +109,8 @@ def _send_bare(listener: socket.socket, pool: PoolBytes) -> None:
 
 
 async def _read(spec: EndSpec) -> None:
-    pool = allocate_pool(POOL_BYTES // spec.block_bytes * spec.block_bytes)
-    lane = await make_transport(
-        spec.lane, pool, spec.block_bytes, peer_id=READER, token=spec.token, host=spec.host, read_timeout_s=READ_LIMIT_S
-    )
-    transport, num_blocks = lane.transport, pool.nbytes // spec.block_bytes
+    lanes, pool = await _start(spec, READER)
+    transport, num_blocks = lanes.first, pool.nbytes // spec.block_bytes
     rng = np.random.default_rng(1)
     theirs, ours = rng.permutation(num_blocks), rng.permutation(num_blocks)
     blocks = pool.reshape(num_blocks, spec.block_bytes)
@@ -136,7 +142,7 @@ async def _read(spec: EndSpec) -> None:
     if not np.array_equal(blocks, expected):
         raise TransferError(TransferFault.FAILED, "the lane brought wrong bytes")
     _answer(asdict(Rates(*(pool.nbytes / each / 1e9 for each in seconds))))
-    await transport.close()
+    await lanes.close()
 
 
 async def _time(works: list[Callable[[], Awaitable[None]]]) -> list[float]:

@@ -70,7 +70,7 @@ class SamplingOptions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "token_ids", "chat", "model", "sampling", "request_id", "explain", "cache_salt", "no_cache", "priority", "task", "steps_left", "parent", "tool_wait", "session")
+    __slots__ = ("prompt", "token_ids", "chat", "model", "sampling", "request_id", "explain", "cache_salt", "no_cache", "priority", "task", "steps_left", "parent", "tool_wait", "session", "on_transfer_failure")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TOOL_WAIT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    ON_TRANSFER_FAILURE_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     token_ids: TokenIds
     chat: ChatMessages
@@ -101,7 +102,8 @@ class GenerateRequest(_message.Message):
     parent: str
     tool_wait: ToolWait
     session: str
-    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., no_cache: _Optional[bool] = ..., priority: _Optional[int] = ..., task: _Optional[str] = ..., steps_left: _Optional[int] = ..., parent: _Optional[str] = ..., tool_wait: _Optional[_Union[ToolWait, _Mapping]] = ..., session: _Optional[str] = ...) -> None: ...
+    on_transfer_failure: str
+    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., no_cache: _Optional[bool] = ..., priority: _Optional[int] = ..., task: _Optional[str] = ..., steps_left: _Optional[int] = ..., parent: _Optional[str] = ..., tool_wait: _Optional[_Union[ToolWait, _Mapping]] = ..., session: _Optional[str] = ..., on_transfer_failure: _Optional[str] = ...) -> None: ...
 
 class ToolWait(_message.Message):
     __slots__ = ("on", "tool")

@@ -183,16 +183,18 @@ class Fetch(_message.Message):
     def __init__(self, source: _Optional[_Union[PeerAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("handle", "submit_seq", "body", "source")
+    __slots__ = ("handle", "submit_seq", "body", "source", "number")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     handle: int
     submit_seq: int
     body: RequestBody
     source: PeerAddress
-    def __init__(self, handle: _Optional[int] = ..., submit_seq: _Optional[int] = ..., body: _Optional[_Union[RequestBody, _Mapping]] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ...) -> None: ...
+    number: int
+    def __init__(self, handle: _Optional[int] = ..., submit_seq: _Optional[int] = ..., body: _Optional[_Union[RequestBody, _Mapping]] = ..., source: _Optional[_Union[PeerAddress, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class PeerAddress(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address")
@@ -471,20 +473,22 @@ class LeaseRequest(_message.Message):
     def __init__(self, number: _Optional[int] = ..., open: _Optional[_Union[LeaseOpen, _Mapping]] = ..., verify: _Optional[_Union[LeaseVerify, _Mapping]] = ..., pulled: _Optional[_Union[LeasePulled, _Mapping]] = ..., close: _Optional[_Union[LeaseClose, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LeaseOpen(_message.Message):
-    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "proof", "block_hashes")
+    __slots__ = ("request_id", "attempt", "reader", "holder_incarnation", "proof", "block_hashes", "number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reader: PeerAddress
     holder_incarnation: str
     proof: bytes
     block_hashes: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., proof: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+    number: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reader: _Optional[_Union[PeerAddress, _Mapping]] = ..., holder_incarnation: _Optional[str] = ..., proof: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class LeaseVerify(_message.Message):
     __slots__ = ("lease_id", "holder_incarnation")

@@ -74,9 +74,9 @@ def proof(key: bytes, side: bytes) -> bytes:
     return _sign(key, side, ())
 
 
-def lease_proof(key: bytes, request_id: str, attempt: int, hashes: bytes) -> bytes:
+def lease_proof(key: bytes, request_id: str, attempt: int, number: int, hashes: bytes) -> bytes:
     """Signs what a LeaseOpen asks for."""
-    return _sign(key, b"lease", (request_id.encode(), attempt.to_bytes(4, "big"), hashes))
+    return _sign(key, b"lease", (request_id.encode(), attempt.to_bytes(4, "big"), number.to_bytes(4, "big"), hashes))
 
 
 def is_proof(said: bytes, expected: bytes) -> bool:

@@ -2,7 +2,7 @@
 
     QUEUED --place--> RUNNING --eos, stop, length--> ENDED
        ^                 |
-       +---- leg lost ---+      (tokens so far go along; at most `max_attempts` plans, `max_crashes` dead processes)
+       +---- leg lost ---+      (tokens so far go along; at most `max_attempts` failures, `max_crashes` dead processes)
 
     RUNNING --a tool is called--> PAUSED --answer, a leg waits for it--> RUNNING
                                          --answer, no leg is left------> QUEUED
@@ -11,6 +11,9 @@
 A *leg* is the request at one worker: `whole` serves all of it, `prefill` computes the prompt and keeps the KV for a
 reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped, so late frames cannot do harm.
 Where a leg goes is the router's choice; the flight knows who may not be chosen again, and keeps each decision.
+
+A hand-off that failed leaves its prefill leg alive for the next `place`, where `router.core.recovery` chooses the way
+back: QUEUED may have that one leg, which goes on meanwhile.
 
 PAUSED: the client runs a tool. The worker may have sampled on before it hears of that: such tokens are dropped, and the
 answer goes to it only after it has said that it waits, so that none of them can be taken for what follows the answer. A
@@ -21,6 +24,7 @@ leg that is lost meanwhile fails nothing and counts as no attempt: behind the an
 | a token reaches the client once | `offset` against the output so far; a repeat must be equal |
 | no token is lost or changed on the way | the worker's `output_hash` at the end |
 | an ended flight has no live leg | every ending and every new plan sends Finish to the legs still live |
+| what a prefill worker keeps for a reader is asked for or given up | `_failure` is set while such a leg waits QUEUED |
 | a request seen in `max_crashes` dead processes ends with an error | `crashed`, filled when a worker is lost |
 
 Longer than others: one state machine, all of whose facts stand side by side.
@@ -28,6 +32,7 @@ Longer than others: one state machine, all of whose facts stand side by side.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -52,10 +57,8 @@ from router.core.legs import (
     SubmitTo,
 )
 from router.core.placement import Mode, WorkerKey
+from router.core.recovery import DECODE_LOST, LEASE_FAILURES, REVOKED, Failure, OnFailure, Recovery, recover
 from router.core.router import Router
-
-LEASE_FAILURES = frozenset({"lease_broken", "lease_revoked", "lease_refused", "transfer_failed"})
-"""The worker is fine, the hand-off is not: plan again, without excluding anybody."""
 
 _MOVE_BELOW, _MOVE_MS = 0.8, 20.0
 """A paused request leaves its worker for a plan that costs so much less: predictions are not better than that."""
@@ -82,6 +85,8 @@ class Flight:
     eos_token_ids: tuple[int, ...] = ()
     max_attempts: int = 3
     max_crashes: int = 2
+    on_failure: OnFailure = OnFailure.AUTO
+    """Of a hand-off."""
     max_model_len: int = 1 << 31
     exact: bool = False
     """Equal tokens have bit-equal logits: a repeat has the same log-probabilities too."""
@@ -106,21 +111,27 @@ class Flight:
     tenant: str = ""
     session: str = ""
     no_cache: bool = False
-    decisions: list[tuple[int, Decision]] = field(default_factory=list)
-    """(attempt, what the router chose), in order."""
+    decisions: list[tuple[int, Decision | Recovery]] = field(default_factory=list)
+    """(attempt, what was chosen), in order; an attempt's first one is its plan."""
     realised_ms: dict[int, float] = field(default_factory=dict)
     """Time from Submit to the first new token, by attempt."""
     disaggregated: bool = False
     prefill_worker: str = ""
     decode_worker: str = ""
-    lease_failures: int = 0
+    failures: int = 0
+    """Plans and hand-offs that came to nothing."""
+    failed_pairs: Counter[tuple[WorkerKey, WorkerKey]] = field(default_factory=Counter)
+    """Hand-offs of the request that failed, by (prefill worker, decode worker)."""
     _whole_next: bool = False
     _refusal: HeadraceError | None = None
     _answer: tuple[int, ...] | None = None
     """While PAUSED: given, and not yet with a leg."""
-    _plans_for_answers: int = 0
     _repeatable: tuple[int, TokenLogprobs | None] = (-1, None)
     """Offset of the attempt's first token, which a reader repeats, and what was told of it."""
+    _failure: Failure | None = None
+    """Of the hand-off, until the next `place` has chosen the way back."""
+    _adoptions: int = 0
+    """Of the current plan."""
 
     @property
     def num_inserted(self) -> int:
@@ -179,12 +190,18 @@ class Flight:
         """Tries to plan a queued flight. No actions: nobody can take it yet, or it has just ended (see `state`)."""
         if self.state is not FlightState.QUEUED:
             return []
+        if self._failure is not None:
+            return self._recover(self._failure, router, now, time_left_s)
         plan = router.choose(self.ask(time_left_s), now)
         if plan is None:
             if self._refusal is not None:
                 return self._fail(self._refusal, now)
             return []
+        return self._submit(plan, router, now)
+
+    def _submit(self, plan: Decision, router: Router, now: float) -> list[Action]:
         self.attempt += 1
+        self._adoptions = 0
         self.state = FlightState.RUNNING
         self.timeline.submitted(now)
         self.disaggregated = not plan.whole
@@ -196,21 +213,27 @@ class Flight:
         self.decode_worker = plan.worker.worker_id if plan.whole else ""
         return [SubmitTo(leg, plan, plan.fetch)]
 
-    # ---- facts from workers
-
-    def started(self, leg: Leg, router: Router, now: float) -> list[Action]:
-        """The prefill runs: choose the decode worker from fresh load (SPEC E7)."""
-        if not leg.live or leg.kind is not LegKind.PREFILL or self._leg(LegKind.DECODE):
-            return []
-        target = router.choose_decode(self.ask(), leg.worker, now)
-        if target is None:
-            self._whole_next = True
-            return self._requeue(now)
+    def _adopt(self, prefill: Leg, target: Decision, router: Router) -> list[Action]:
         decode = Leg(LegKind.DECODE, target.worker, router.table.address(target.worker), self.next_handle())
         self.legs.append(decode)
         self.decisions.append((self.attempt, target))
         self.decode_worker = target.worker.worker_id
-        return [AdoptAt(decode, leg, target)]
+        self._adoptions += 1
+        return [AdoptAt(decode, prefill, target, self._adoptions)]
+
+    # ---- facts from workers
+
+    def started(self, leg: Leg, router: Router, now: float) -> list[Action]:
+        """The prefill runs: choose the decode worker from fresh load (SPEC E7)."""
+        if not leg.live or leg.kind is not LegKind.PREFILL or self._adoptions:
+            return []
+        ask = self.ask()
+        failed = {reader for source, reader in self.failed_pairs if source == leg.worker}
+        target = router.choose_decode(replace(ask, excluded={*ask.excluded, *failed}), leg.worker, now)
+        if target is None:
+            self._whole_next = True
+            return self._requeue(now)
+        return self._adopt(leg, target, router)
 
     def token(
         self, leg: Leg, offset: int, token_id: int, now: float, logprobs: TokenLogprobs | None = None
@@ -261,6 +284,8 @@ class Flight:
         if self.state is FlightState.PAUSED and output_hash != token_hash(self.output_ids):
             return self._go_on(now)  # it went on behind the call, and came to an end
         if reason is FinishReason.CANCELLED:
+            if self.state is FlightState.QUEUED:
+                return []
             # A reader that had nothing to adopt leaves the ending to the prefill leg, while there is one.
             return [] if self._leg(LegKind.PREFILL) else self._requeue(now)
         if output_hash and output_hash != token_hash(self.output_ids):
@@ -278,14 +303,13 @@ class Flight:
         leg.live = False
         if self.state is FlightState.PAUSED:
             return self._go_on(now)
-        if reason in LEASE_FAILURES:
+        if self.state is FlightState.QUEUED:
+            return []  # there is one way back less
+        if reason in LEASE_FAILURES and leg.kind is not LegKind.WHOLE:
             decode = self._leg(LegKind.DECODE)
             if decode is not None and decode.spoke:
                 return []
-            self.lease_failures += 1
-            # A revoked lease means memory is short; a second failure means the lane is bad: one worker needs neither.
-            self._whole_next = self._whole_next or reason == "lease_revoked" or self.lease_failures > 1
-            return self._requeue(now)
+            return self._hand_off_failed(reason, now)
         if reason == PREEMPTED:
             self.avoided.add(leg.worker)
             return self._requeue(now)
@@ -298,23 +322,25 @@ class Flight:
     def lost(self, worker: WorkerKey, dead: bool, now: float) -> list[Action]:
         """The session to a worker broke; `dead`: its process is gone (or does not answer)."""
         legs = [leg for leg in self.legs if leg.live and leg.worker == worker]
+        for leg in legs:
+            leg.live = False
         if self.state is FlightState.PAUSED:
-            for leg in legs:
-                leg.live = False
             return self._go_on(now)
-        if self.state is not FlightState.RUNNING or not legs:
+        if not legs:
             return []
         if dead:
             self.crashed.add(worker)
             self.excluded.add(worker)
-        for leg in legs:
-            leg.live = False
         if len(self.crashed) >= self.max_crashes:
             error = HeadraceError(Code.ABORTED, f"the request was present in {len(self.crashed)} worker crashes")
             return self._fail(error, now)
         if legs[0].kind is LegKind.PREFILL and self._leg(LegKind.DECODE):
             # The reader knows whether it has everything: it goes on, or reports its broken lease.
             return []
+        if self.state is FlightState.QUEUED:
+            return []
+        if legs[0].kind is LegKind.DECODE and not legs[0].spoke:
+            return self._hand_off_failed(DECODE_LOST, now)
         return self._requeue(now)
 
     def recovered(self, worker: WorkerKey) -> None:
@@ -327,6 +353,54 @@ class Flight:
         """The worker has paused the request; no token of before comes any more."""
         leg.waits = leg.live
         return self._go_on(now)
+
+    # ---- hand-offs that fail
+
+    def _hand_off_failed(self, cause: str, now: float) -> list[Action]:
+        """Its reader has not got the KV. The prefill leg, if it lives, keeps what it has for another one."""
+        source = next(leg for leg in reversed(self.legs) if leg.kind is LegKind.PREFILL)
+        reader = self.legs[-1]
+        if cause in LEASE_FAILURES and reader.kind is LegKind.DECODE:
+            self.failed_pairs[source.worker, reader.worker] += 1
+        has_kv = source.live and cause != REVOKED
+        given_up = self._finish_legs("cancelled", keep=source if has_kv else None)
+        if self._complete() is not None:
+            return [*given_up, *self._requeue(now)]
+        if self.on_failure is OnFailure.FAIL:
+            error = HeadraceError(Code.ABORTED, f"the hand-off between two workers failed: {cause}", reason=cause)
+            return [*given_up, *self._fail(error, now)]
+        if self.failures + 1 >= self.max_attempts:
+            return [*given_up, *self._requeue(now)]
+        self.failures += 1
+        self.state = FlightState.QUEUED
+        self._failure = Failure(cause, source.worker, has_kv, self._prefill_left_ms(now))
+        return given_up
+
+    def _prefill_left_ms(self, now: float) -> float:
+        """As the current plan had it."""
+        if self.attempt in self.realised_ms or self.timeline.last_submit is None:
+            return 0.0
+        plan = next(plan for attempt, plan in self.decisions if attempt == self.attempt)
+        predicted_ms = plan.predicted_ttft_ms if isinstance(plan, Decision) else 0.0
+        return max(0.0, predicted_ms - (now - self.timeline.last_submit) * 1e3)
+
+    def _recover(self, failure: Failure, router: Router, now: float, time_left_s: float | None) -> list[Action]:
+        prefill = self._leg(LegKind.PREFILL)
+        failure = replace(failure, has_kv=failure.has_kv and prefill is not None)
+        left = self.max_attempts - self.failures
+        found = recover(self.on_failure, failure, self.failed_pairs, self.ask(time_left_s), router, now, left)
+        if found is None:
+            return []
+        self._failure = None
+        self.decisions.append((self.attempt, found))
+        way, plan = found.chosen.way, found.chosen.plan
+        if way is OnFailure.RETRY and prefill is not None:
+            self.state = FlightState.RUNNING
+            self.timeline.hand_off_lost(now)
+            return self._adopt(prefill, plan, router)
+        self._whole_next = self._whole_next or way is OnFailure.LOCAL_RECOMPUTE
+        self.timeline.attempt_lost(now)
+        return [*self._finish_legs("cancelled"), *self._submit(plan, router, now)]
 
     # ---- facts from the client's side
 
@@ -364,7 +438,7 @@ class Flight:
 
     def _pause(self, now: float) -> list[Action]:
         """A leg that decodes waits, its KV perhaps too; a hand-off on its way would only go on computing."""
-        self.state = FlightState.PAUSED
+        self.state, self._failure = FlightState.PAUSED, None
         self.timeline.paused(now)
         leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
         return self._finish_legs("cancelled") if leg is None or not leg.spoke else [PauseAt(leg)]
@@ -376,7 +450,6 @@ class Flight:
         leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
         if leg is None:
             self._answer = None
-            self._plans_for_answers += 1
             self.state = FlightState.QUEUED
             self.timeline.replaced(now)
             return self._finish_legs("cancelled")
@@ -412,11 +485,11 @@ class Flight:
         finishes = self._finish_legs("cancelled")
         if (reason := self._complete()) is not None:
             return [*finishes, *self._end(Ended(reason), now)]
-        failures = self.attempt - self._plans_for_answers
-        if failures >= self.max_attempts:
-            error = self._refusal or HeadraceError(Code.ABORTED, f"the request failed in {failures} attempts")
+        self.failures += 1
+        if self.failures >= self.max_attempts:
+            error = self._refusal or HeadraceError(Code.ABORTED, f"the request failed in {self.failures} attempts")
             return [*finishes, *self._fail(error, now)]
-        self.state = FlightState.QUEUED
+        self.state, self._failure = FlightState.QUEUED, None
         self.timeline.attempt_lost(now)
         return finishes
 
@@ -430,8 +503,8 @@ class Flight:
                 return FinishReason.STOP
         return FinishReason.LENGTH if have >= params.max_tokens or self.num_tokens >= self.max_model_len else None
 
-    def _finish_legs(self, reason: str) -> list[Action]:
-        live = [leg for leg in self.legs if leg.live]
+    def _finish_legs(self, reason: str, keep: Leg | None = None) -> list[Action]:
+        live = [leg for leg in self.legs if leg.live and leg is not keep]
         for leg in live:
             leg.live = False
         return [FinishAt(leg, reason) for leg in live]

@@ -33,6 +33,8 @@ class Timeline:
     """While a tool runs."""
     tool_wait_s: float = 0.0
     _lost_at: float | None = None
+    _hand_off_at: float = 0.0
+    """When the current hand-off began, if one failed before it."""
     _plan_wait_s: float = 0.0
     """Part of `tool_wait_s` that lies in the current plan."""
     _past_wait_s: float = 0.0
@@ -66,12 +68,18 @@ class Timeline:
     def attempt_lost(self, now: float) -> None:
         """The plan was given up; what it did after the first token shows as `preempted`."""
         if self.first_token is not None and self.last_submit is not None:
-            self._lost_at = max(self.last_submit, self.first_token)
+            self._lost_at = max(self.last_submit, self.first_token, self._hand_off_at)
             # All of it is computed again, what went on behind an answer too; but a tool's time was not lost.
             self.lost_s -= self._plan_wait_s
             self._past_wait_s += self._plan_wait_s
             self._plan_wait_s = 0.0
         self._goes_on, self._first_here = False, None
+
+    def hand_off_lost(self, now: float) -> None:
+        """It begins anew, with what the plan's prefill has; the time of the one that failed shows as `preempted`."""
+        if self.first_token is not None and self.last_submit is not None:
+            self.lost_s += now - max(self.last_submit, self.first_token, self._hand_off_at)
+            self._hand_off_at = now
 
     def paused(self, now: float) -> None:
         self.paused_at = now

@@ -44,6 +44,8 @@ class AdoptAt:
     leg: Leg
     source: Leg
     decision: Decision
+    number: int = 1
+    """Of the adoptions of this prefill, from 1: a later one takes over from those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,15 @@ class PauseAt:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldAt:
+    """Nothing more is computed and the KV stays, for another worker to read."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
 class ResumeAt:
-    """What the tool has answered."""
+    """What the tool has answered; nothing, where the request only stood still."""
 
     leg: Leg
     token_ids: tuple[int, ...]
@@ -86,4 +95,4 @@ class Ended:
     error: HeadraceError | None = None
 
 
-Action = SubmitTo | AdoptAt | PauseAt | ResumeAt | FinishAt | Deliver | Ended
+Action = SubmitTo | AdoptAt | PauseAt | HoldAt | ResumeAt | FinishAt | Deliver | Ended

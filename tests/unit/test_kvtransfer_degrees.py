@@ -57,7 +57,7 @@ def heads_of(layout: KvLayout, degree: int, rank: int) -> range:
 
 
 class Source:
-    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+    def grant_lease(self, request_id: str, attempt: int, number: int) -> LeaseGrant | Rejected:
         return LeaseGrant(RequestKey(int(request_id)), list(BLOCKS), HandOffRecord((42,), len(BLOCKS) * 4))
 
     def lease_ended(self, key: RequestKey, completed: bool) -> None:

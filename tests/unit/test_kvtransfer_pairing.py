@@ -63,8 +63,8 @@ def test_a_key_depends_on_the_token_both_names_and_both_nonces() -> None:
 
 def test_proofs_of_the_two_sides_and_of_leases_are_all_different() -> None:
     key = b"k" * 32
-    leases = [("r", 0, b""), ("r", 1, b""), ("s", 0, b""), ("r", 0, b"h")]
-    assert len({proof(key, b"reader"), proof(key, b"holder"), *(lease_proof(key, *lease) for lease in leases)}) == 6
+    leases = [("r", 0, 0, b""), ("r", 1, 0, b""), ("r", 0, 1, b""), ("s", 0, 0, b""), ("r", 0, 0, b"h")]
+    assert len({proof(key, b"reader"), proof(key, b"holder"), *(lease_proof(key, *lease) for lease in leases)}) == 7
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,6 @@ async def test_a_lease_signed_for_one_request_opens_no_other() -> None:
             "proof": lease_proof(key, "req-1", 0, b""),
         }
         assert w.holder.pairs.signed(pb.LeaseOpen(request_id="req-1", **fields))
-        for change in ({"request_id": "req-2"}, {"attempt": 1}, {"block_hashes": b"h" * 16}):
+        for change in ({"request_id": "req-2"}, {"attempt": 1}, {"number": 1}, {"block_hashes": b"h" * 16}):
             assert not w.holder.pairs.signed(pb.LeaseOpen(**({"request_id": "req-1"} | fields | change)))
         assert KEY not in w.holder._served

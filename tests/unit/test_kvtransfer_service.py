@@ -54,7 +54,7 @@ class Source:
     record: HandOffRecord | None = None
     ended: list[bool] = field(default_factory=list)
 
-    def grant_lease(self, request_id: str, attempt: int) -> LeaseGrant | Rejected:
+    def grant_lease(self, request_id: str, attempt: int, number: int) -> LeaseGrant | Rejected:
         if (request_id, attempt) != ("req-1", 0):
             return Rejected("unknown_request")
         return LeaseGrant(KEY, list(self.blocks), self.record)
@@ -523,7 +523,7 @@ def open_message(w: World, **changes: Any) -> pb.LeaseOpen:
     """What the paired reader would send."""
     key = w.holder.pairs._keys.get(peer_name(w.reader.me.worker_id, w.reader.me.incarnation), b"")
     fields = {"request_id": "req-1", "reader": w.reader.me, "holder_incarnation": w.incarnation}
-    return pb.LeaseOpen(**(fields | {"proof": lease_proof(key, "req-1", 0, b"")} | changes))
+    return pb.LeaseOpen(**(fields | {"proof": lease_proof(key, "req-1", 0, 0, b"")} | changes))
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:

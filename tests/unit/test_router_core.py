@@ -100,6 +100,7 @@ def test_lost_decode_worker_resumes_with_the_tokens_so_far() -> None:
     f = flight()
     p, d = fly(f, [P0, D0, D1])
     f.token(p, 0, 11, 2.0)
+    f.token(d, 0, 11, 2.1)
     assert f.lost(d.worker, dead=True, now=3.0) == [FinishAt(p, "cancelled")]
     assert f.state is FlightState.QUEUED and f.crashed == {d.worker}
     p2, d2 = fly(f, [P0, D0, D1])
@@ -208,7 +209,8 @@ def test_random_facts_never_repeat_a_token_nor_leave_a_live_leg() -> None:
                 case 4:
                     take(f.lost(leg.worker, rng.random() < 0.5, now))
                 case 5:
-                    take(f.failed(leg, HeadraceError(Code.ABORTED, "x"), "lease_broken", now))
+                    cause = rng.choice(["lease_broken", "lease_revoked"])
+                    take(f.failed(leg, HeadraceError(Code.ABORTED, "x"), cause, now))
                 case 6:
                     take(
                         f.done(leg, rng.choice([FinishReason.HANDED_OFF, FinishReason.CANCELLED]), WorkerLedger(), now)
@@ -217,7 +219,8 @@ def test_random_facts_never_repeat_a_token_nor_leave_a_live_leg() -> None:
                     take(f.stop(now))
             running = [leg for leg in f.legs if leg.live]
             assert len(running) <= 2
-            assert f.state is FlightState.RUNNING or not running
+            kept = [leg.kind for leg in running] == [LegKind.PREFILL] and f.state is FlightState.QUEUED
+            assert f.state is FlightState.RUNNING or kept or not running
         take(f.cancel(99.0))
         assert delivered == [100 + i for i in range(len(delivered))]
         assert len(ended) == 1
@@ -244,7 +247,7 @@ def test_time_of_a_lost_attempt_is_its_own_stage() -> None:
     p, d = fly(f, [P0, D0])
     f.token(p, 0, 11, 2.0)
     f.lost(d.worker, dead=True, now=4.0)
-    [submit] = f.place(router(C0), 5.0)
+    _, submit = f.place(router(C0), 5.0)
     f.token(submit.leg, 1, 12, 6.0)
     f.done(submit.leg, FinishReason.LENGTH, WorkerLedger(queue_s=0.2, prefill_s=0.5, decode_s=0.1), 6.5)
     stages = dict(f.timeline.to_end())
@@ -311,10 +314,16 @@ def test_a_process_that_answers_again_had_not_crashed() -> None:
 
 def test_a_bad_lane_is_given_up_for_one_worker() -> None:
     f = flight()
-    for kind in (LegKind.PREFILL, LegKind.PREFILL, LegKind.WHOLE):
-        [submit] = f.place(router(P0, D0), 1.0)
-        assert submit.leg.kind is kind
-        f.failed(submit.leg, HeadraceError(Code.ABORTED, "x"), "transfer_failed", 1.1)
+    p, d = fly(f, [P0, D0])
+    f.token(p, 0, 11, 2.0)
+    broken = HeadraceError(Code.ABORTED, "x")
+    assert f.failed(d, broken, "transfer_failed", 2.1) == []
+    [adopt] = f.place(router(P0, D0), 2.1)
+    assert isinstance(adopt, AdoptAt) and (adopt.source, adopt.number) == (p, 2)
+    assert f.failed(adopt.leg, broken, "transfer_failed", 2.2) == []
+    finish, submit = f.place(router(P0, D0), 2.2)
+    assert finish == FinishAt(p, "cancelled")
+    assert isinstance(submit, SubmitTo) and submit.leg.kind is LegKind.WHOLE
 
 
 def test_a_late_revocation_does_not_end_a_request_that_decodes() -> None:
