@@ -196,6 +196,27 @@ def explain(
             cli_output.print_routing(answer)
 
 
+@app.command()
+def move(
+    worker: Annotated[str, typer.Argument(metavar="[WORKER]", help="The worker that is to be left.")] = "",
+    request: Annotated[str, typer.Option(help="Only the request of this id; without a WORKER wherever it is.")] = "",
+    to: Annotated[str, typer.Option(metavar="WORKER", help="Where to go; without it wherever it is cheapest.")] = "",
+    tenant: Annotated[str, typer.Option(help="Whose requests; this key's own tenant when left out.")] = "",
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    token: Annotated[str | None, typer.Option(envvar="HEADRACE_CLUSTER_TOKEN", help="The cluster's own.")] = None,
+) -> None:
+    """Have requests in progress leave a worker, their KV with them; clients notice a pause at most."""
+    with _errors():
+        from headrace.client import HeadraceClient
+
+        with HeadraceClient(address, api_key=api_key, cluster_token=token, timeout_s=10.0) as client:
+            answer = client.move(worker, request_id=request, tenant=tenant, to=to)
+        print(f"{answer.moved} leave, {answer.stay} stay")
+        if answer.stay:
+            sys.exit(EXIT_FAILED)
+
+
 @cache_app.command("show")
 def cache_show(as_json: Json = False, address: Address = DEFAULT_ADDRESS, api_key: ApiKey = None) -> None:
     """Show what each worker has cached in which tier, and what it was good for."""

@@ -212,6 +212,14 @@ class HeadraceClient:
         """Has the workers forget what is cached for the tenant (this key's own unless named), or for all."""
         return self._call(self._admin.ClearCache, admin_pb2.ClearCacheRequest(tenant=tenant, all=everything))
 
+    def move(
+        self, worker_id: str = "", *, request_id: str = "", tenant: str = "", to: str = ""
+    ) -> admin_pb2.MoveResponse:
+        """Has requests in progress leave a worker, or one of them wherever it is, for `to` or wherever it is cheapest.
+        Clients notice a pause at most."""
+        request = admin_pb2.MoveRequest(worker_id=worker_id, request_id=request_id, tenant=tenant, to=to)
+        return self._call(self._admin.Move, request)
+
     def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
         """Why one of this tenant's latest requests went where it went, with the costs of what else was possible."""
         return self._call(self._inference.Explain, inference_pb2.ExplainRequest(request_id=request_id))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from headrace.errors import HeadraceError
 from headrace.v1 import admin_pb2 as pb
 from headrace.v1 import admin_pb2_grpc as rpc
 from router.auth import Authenticator, cluster_token_ok
@@ -32,7 +33,7 @@ class Presence:
 
 
 class AdminService(rpc.AdminServicer):
-    """Status and Audit want a key like every other call, or the cluster token; SetMembers and Account want the token.
+    """Calls want a key like those of the other services, or the cluster token; SetMembers and Account want the token.
 
     Whichever gateway is asked answers for all: its siblings tell it their accounts, and a cleared cache has other
     names at once for all of them (`router.generations`).
@@ -121,6 +122,25 @@ class AdminService(rpc.AdminServicer):
         except OSError as error:
             await context.abort(grpc.StatusCode.INTERNAL, f"nothing was cleared: {error.strerror}")
         return pb.ClearCacheResponse(workers=told, unreachable=unreachable)
+
+    async def Move(self, request: pb.MoveRequest, context: grpc.aio.ServicerContext) -> pb.MoveResponse:
+        """Of all gateways' requests: a worker serves several."""
+        own = "" if self._is_cluster(context) else await self._authenticator.require_grpc(context)
+        is_free = not own or not self._authenticator.required
+        if not is_free and request.tenant not in ("", own):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "a key moves its own tenant's requests only")
+        if not request.worker_id and not request.request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "worker_id: a worker or a request is needed")
+        tenant = request.tenant or (None if is_free else own)
+        try:
+            moved = self._gateway.move(request.worker_id, tenant, request.request_id, request.to)
+        except HeadraceError as error:
+            await context.abort(grpc.StatusCode[error.code.name], error.message)
+        others = await self._siblings.move(request, context)
+        return pb.MoveResponse(
+            moved=moved.moved + sum(other.moved for other in others),
+            stay=moved.stay + sum(other.stay for other in others),
+        )
 
     async def _clear_cache(self, tenant: str | None) -> tuple[list[str], list[str]]:
         """In turn with the other gateways. Raises OSError; nothing has changed then."""

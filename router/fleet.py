@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from headrace.core.records import CacheChange, Role, WorkerLoad
+from headrace.errors import Code, HeadraceError
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.pairing import mismatch
@@ -117,6 +118,15 @@ class Fleet:
         words = "pair reader=%s holder=%s lane=%s measured=%s note=%s"
         log.log(level, words, session.key.worker_id, told.holder_id, told.lane or "none", measured, told.note)
         self._router.paired(session.key, holder, bool(told.lane))
+
+    def key(self, field: str, worker_id: str) -> WorkerKey | None:
+        """None for no name. Raises HeadraceError (NOT_FOUND, of that field) when no such worker is connected."""
+        if not worker_id:
+            return None
+        session = self._sessions.get(worker_id)
+        if session is None or not session.connected:
+            raise HeadraceError(Code.NOT_FOUND, f"{field}: no worker of this name is connected", field=field)
+        return session.key
 
     def send(self, worker: WorkerKey, frame: pb.SessionRequest) -> bool:
         """False when the worker's session is down, full, or another process's by now."""

@@ -14,6 +14,8 @@ from router.answer import Branch
 from router.core.decision import Fetch
 from router.core.legs import Leg
 
+_MOMENT = Outlook((0.1,), 0.0)
+
 
 def body(branch: Branch, time_left_s: float, tenant_service: float = 0.0) -> pb.RequestBody:
     flight, spec, params = branch.flight, branch.spec, branch.flight.sampling
@@ -79,6 +81,11 @@ def pause(leg: Leg, num_output: int, tool: str, outlook: Outlook) -> pb.SessionR
         handle=leg.handle, num_output=num_output, tool=tool, wait_s=outlook.wait_s, lost_share=outlook.lost_share
     )
     return pb.SessionRequest(pause=message)
+
+
+def hold(leg: Leg, num_output: int) -> pb.SessionRequest:
+    """A pause for a moment, in which another worker reads the KV."""
+    return pause(leg, num_output, "", _MOMENT)
 
 
 def resume(leg: Leg, token_ids: Sequence[int]) -> pb.SessionRequest:

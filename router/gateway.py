@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from headrace.clock import Clock, monotonic
 from headrace.core.records import FinishReason
@@ -35,6 +36,7 @@ from router.core.legs import (
     Deliver,
     Ended,
     FinishAt,
+    HoldAt,
     Leg,
     LegKind,
     PauseAt,
@@ -42,7 +44,7 @@ from router.core.legs import (
     SubmitTo,
 )
 from router.core.placement import Mode
-from router.core.recovery import OnFailure
+from router.core.recovery import MOVED, OnFailure
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
 from router.placing import Names, Placing
@@ -64,6 +66,14 @@ class Counters:
     failed: int = 0
     cancelled: int = 0
     retries: int = 0
+    moves: int = 0
+
+
+class Moved(NamedTuple):
+    """Choices of requests that leave a worker, and that stay."""
+
+    moved: int
+    stay: int
 
 
 class Gateway:
@@ -148,6 +158,29 @@ class Gateway:
         self.placing.name_blocks(branch)
         self._act(branch, branch.flight.answer(token_ids, self.router, now))
         self._place(branch, now)
+
+    def move(self, worker_id: str, tenant: str | None, label: str, to_id: str = "") -> Moved:
+        """Has requests leave a worker for `to_id`, or for wherever it is cheapest: those of the tenant (None: of all)
+        and label ('': all) that are there; without a worker the ones of that name wherever they are.
+
+        They go on where they are when nobody else can take them, or when their KV is being handed on just now. Raises
+        HeadraceError for workers that are not there.
+        """
+        source, to = self.fleet.key("worker_id", worker_id), self.fleet.key("to", to_id)
+        moved = stay = 0
+        for branch in list(self._live.values()):
+            if tenant not in (None, branch.spec.tenant) or label not in ("", branch.spec.label):
+                continue
+            now, flight = self._clock(), branch.flight
+            at = source or flight.at
+            if at is None or at == to or not any(leg.live and leg.worker == at for leg in flight.legs):
+                continue
+            self.placing.name_blocks(branch)
+            actions = flight.move(at, self.router, now, to)
+            moved, stay = moved + (actions is not None), stay + (actions is None)
+            self._act(branch, actions or [])
+            self._place(branch, now)
+        return Moved(moved, stay)
 
     def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
         """Of a live call under this label, else of the latest one that has ended."""
@@ -281,8 +314,11 @@ class Gateway:
     def _act(self, branch: Branch, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SubmitTo(leg):
-                    self.counters.retries += branch.flight.attempt > 1
+                case SubmitTo(leg, plan):
+                    if plan.reason == MOVED:
+                        self.counters.moves += 1
+                    else:
+                        self.counters.retries += branch.flight.attempt > 1
                     self._deliver_leg(branch, action)
                 case AdoptAt(leg):
                     self.counters.retries += action.number > 1
@@ -295,6 +331,8 @@ class Gateway:
                     tool = "" if spec.tool_wait is None else spec.tool_wait.tool
                     frame = frames.pause(leg, len(flight.output_ids), tool, self.tools.outlook(branch))
                     self._tell(branch, leg, frame)
+                case HoldAt(leg):
+                    self._tell(branch, leg, frames.hold(leg, len(branch.flight.output_ids)))
                 case ResumeAt(leg, token_ids):
                     self.gate.service.charge_input(branch.tenant_index, len(token_ids))
                     self._tell(branch, leg, frames.resume(leg, token_ids))
@@ -332,7 +370,7 @@ class Gateway:
         else:
             wanted = action.fetch
             fetch = None if wanted is None else frames.fetch(wanted, router.table.address(wanted.source))
-            frame = frames.submit(leg, seq, body, hand_off=flight.disaggregated, fetch=fetch)
+            frame = frames.submit(leg, seq, body, hand_off=leg.kind is LegKind.PREFILL, fetch=fetch)
         if not self.fleet.send(leg.worker, frame):
             router.undo(leg.worker, seq)
             self._legs.pop(leg.handle, None)
@@ -452,6 +490,7 @@ class Gateway:
             failed=counters.failed,
             cancelled=counters.cancelled,
             retries=counters.retries,
+            moves=counters.moves,
             pid=os.getpid(),
             index_entries=self.router.index.entries,
             index_bytes=self.router.index.memory_bytes,

@@ -20,6 +20,7 @@ from router.core.decision import Decision
 from router.core.placement import WorkerKey
 from router.core.policies import Chance, Policy
 from router.core.prefix_index import PrefixIndex
+from router.core.recovery import MOVED
 from router.core.router import Router
 from router.explanations import Explanations, Routed, explained
 from router.generations import Generations
@@ -122,7 +123,8 @@ class Placing:
             return
         branch.learned.add(flight.attempt)
         plan = next((d for at, d in flight.decisions if at == flight.attempt), None)
-        if isinstance(plan, Decision):
+        # How long a move takes says nothing about queues and prefills.
+        if isinstance(plan, Decision) and plan.reason != MOVED:
             realised_ms = flight.realised_ms[flight.attempt]
             self.on_first_token(plan, realised_ms, self.router.completed(plan, realised_ms))
 

@@ -89,6 +89,11 @@ class Siblings:
         """None where nobody has the request. Raises the HeadraceError of the one that has it and refuses."""
         return await _found(self._ask("Resume", request, context))
 
+    async def move(self, request: pb.MoveRequest, context: grpc.aio.ServicerContext) -> list[pb.MoveResponse]:
+        """Of those that answer."""
+        answers = await asyncio.gather(*self._ask("Move", request, context), return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, pb.MoveResponse)]
+
     async def close(self) -> None:
         self.set_members(())
         await asyncio.gather(*self._closing)
@@ -98,9 +103,11 @@ class Siblings:
         if metadata_value(given, RELAYED_KEY) is not None:
             return []
         metadata = [(RELAYED_KEY, "1")]
-        if (key := metadata_value(given, "authorization")) is not None:
-            metadata.append(("authorization", key))
-        stubs = [inference_pb2_grpc.InferenceStub(peer.channel) for peer in self._peers.values()]
+        for name in ("authorization", CLUSTER_TOKEN_KEY):
+            if (secret := metadata_value(given, name)) is not None:
+                metadata.append((name, secret))
+        of = admin_pb2_grpc.AdminStub if isinstance(request, pb.MoveRequest) else inference_pb2_grpc.InferenceStub
+        stubs = [of(peer.channel) for peer in self._peers.values()]
         return [getattr(stub, method)(request, timeout=ASK_S, metadata=metadata) for stub in stubs]
 
 

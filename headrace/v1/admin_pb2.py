@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import worker_pb2 as headrace_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17headrace/v1/admin.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/worker.proto\"O\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\"r\n\x11SetMembersRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x07members\x18\x02 \x03(\x0b\x32\x13.headrace.v1.Member\x12&\n\x08siblings\x18\x03 \x03(\x0b\x32\x14.headrace.v1.Sibling\"=\n\x07Sibling\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x14\n\x12SetMembersResponse\"\x1e\n\rStatusRequest\x12\r\n\x05\x61lone\x18\x01 \x01(\x08\"\xa7\x02\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12\x10\n\x08\x62ookings\x18\x03 \x01(\r\x12\r\n\x05tasks\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x04\x12\x11\n\tcompleted\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x11\n\tcancelled\x18\x08 \x01(\x04\x12\x0f\n\x07retries\x18\t \x01(\x04\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x15\n\rindex_entries\x18\x0b \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x0c \x01(\x04\x12\x14\n\x0cgrpc_address\x18\r \x01(\t\x12\x14\n\x0chttp_address\x18\x0e \x01(\t\x12\x0c\n\x04open\x18\x0f \x01(\x08\"\xaa\x01\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x11\n\tconnected\x18\x05 \x01(\x08\x12\x31\n\x06status\x18\x06 \x01(\x0b\x32!.headrace.v1.WorkerStatusResponse\x12\x0f\n\x07refused\x18\x07 \x01(\t\"\xa4\x01\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x07gateway\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.GatewayStatus\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.headrace.v1.WorkerView\x12,\n\x08siblings\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.GatewayStatus\"!\n\x0e\x41\x63\x63ountRequest\x12\x0f\n\x07metrics\x18\x01 \x01(\x08\"]\n\x0f\x41\x63\x63ountResponse\x12+\n\x07gateway\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.GatewayStatus\x12\x0c\n\x04live\x18\x02 \x03(\t\x12\x0f\n\x07metrics\x18\x03 \x01(\x0c\"0\n\x11\x43learCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\":\n\x12\x43learCacheResponse\x12\x0f\n\x07workers\x18\x01 \x03(\t\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\" \n\x0c\x41uditRequest\x12\x10\n\x08settle_s\x18\x01 \x01(\x01\"\x96\x01\n\rAuditResponse\x12\r\n\x05\x63lean\x18\x01 \x01(\x08\x12\x10\n\x08\x66indings\x18\x02 \x03(\t\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\x12\x11\n\ttransfers\x18\x05 \x01(\r\x12\x10\n\x08\x62ookings\x18\x06 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\r2\xee\x02\n\x05\x41\x64min\x12M\n\nSetMembers\x12\x1e.headrace.v1.SetMembersRequest\x1a\x1f.headrace.v1.SetMembersResponse\x12\x41\n\x06Status\x12\x1a.headrace.v1.StatusRequest\x1a\x1b.headrace.v1.StatusResponse\x12>\n\x05\x41udit\x12\x19.headrace.v1.AuditRequest\x1a\x1a.headrace.v1.AuditResponse\x12M\n\nClearCache\x12\x1e.headrace.v1.ClearCacheRequest\x1a\x1f.headrace.v1.ClearCacheResponse\x12\x44\n\x07\x41\x63\x63ount\x12\x1b.headrace.v1.AccountRequest\x1a\x1c.headrace.v1.AccountResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17headrace/v1/admin.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/worker.proto\"O\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\"r\n\x11SetMembersRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x07members\x18\x02 \x03(\x0b\x32\x13.headrace.v1.Member\x12&\n\x08siblings\x18\x03 \x03(\x0b\x32\x14.headrace.v1.Sibling\"=\n\x07Sibling\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x14\n\x12SetMembersResponse\"\x1e\n\rStatusRequest\x12\r\n\x05\x61lone\x18\x01 \x01(\x08\"\xb6\x02\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12\x10\n\x08\x62ookings\x18\x03 \x01(\r\x12\r\n\x05tasks\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x04\x12\x11\n\tcompleted\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x11\n\tcancelled\x18\x08 \x01(\x04\x12\x0f\n\x07retries\x18\t \x01(\x04\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x15\n\rindex_entries\x18\x0b \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x0c \x01(\x04\x12\x14\n\x0cgrpc_address\x18\r \x01(\t\x12\x14\n\x0chttp_address\x18\x0e \x01(\t\x12\x0c\n\x04open\x18\x0f \x01(\x08\x12\r\n\x05moves\x18\x10 \x01(\x04\"\xaa\x01\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x11\n\tconnected\x18\x05 \x01(\x08\x12\x31\n\x06status\x18\x06 \x01(\x0b\x32!.headrace.v1.WorkerStatusResponse\x12\x0f\n\x07refused\x18\x07 \x01(\t\"\xa4\x01\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x07gateway\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.GatewayStatus\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.headrace.v1.WorkerView\x12,\n\x08siblings\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.GatewayStatus\"!\n\x0e\x41\x63\x63ountRequest\x12\x0f\n\x07metrics\x18\x01 \x01(\x08\"]\n\x0f\x41\x63\x63ountResponse\x12+\n\x07gateway\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.GatewayStatus\x12\x0c\n\x04live\x18\x02 \x03(\t\x12\x0f\n\x07metrics\x18\x03 \x01(\x0c\"0\n\x11\x43learCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\":\n\x12\x43learCacheResponse\x12\x0f\n\x07workers\x18\x01 \x03(\t\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\"P\n\x0bMoveRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\n\n\x02to\x18\x04 \x01(\t\"+\n\x0cMoveResponse\x12\r\n\x05moved\x18\x01 \x01(\r\x12\x0c\n\x04stay\x18\x02 \x01(\r\" \n\x0c\x41uditRequest\x12\x10\n\x08settle_s\x18\x01 \x01(\x01\"\x96\x01\n\rAuditResponse\x12\r\n\x05\x63lean\x18\x01 \x01(\x08\x12\x10\n\x08\x66indings\x18\x02 \x03(\t\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\x12\x11\n\ttransfers\x18\x05 \x01(\r\x12\x10\n\x08\x62ookings\x18\x06 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\r2\xab\x03\n\x05\x41\x64min\x12M\n\nSetMembers\x12\x1e.headrace.v1.SetMembersRequest\x1a\x1f.headrace.v1.SetMembersResponse\x12\x41\n\x06Status\x12\x1a.headrace.v1.StatusRequest\x1a\x1b.headrace.v1.StatusResponse\x12>\n\x05\x41udit\x12\x19.headrace.v1.AuditRequest\x1a\x1a.headrace.v1.AuditResponse\x12M\n\nClearCache\x12\x1e.headrace.v1.ClearCacheRequest\x1a\x1f.headrace.v1.ClearCacheResponse\x12;\n\x04Move\x12\x18.headrace.v1.MoveRequest\x1a\x19.headrace.v1.MoveResponse\x12\x44\n\x07\x41\x63\x63ount\x12\x1b.headrace.v1.AccountRequest\x1a\x1c.headrace.v1.AccountResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,23 +43,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=348
   _globals['_STATUSREQUEST']._serialized_end=378
   _globals['_GATEWAYSTATUS']._serialized_start=381
-  _globals['_GATEWAYSTATUS']._serialized_end=676
-  _globals['_WORKERVIEW']._serialized_start=679
-  _globals['_WORKERVIEW']._serialized_end=849
-  _globals['_STATUSRESPONSE']._serialized_start=852
-  _globals['_STATUSRESPONSE']._serialized_end=1016
-  _globals['_ACCOUNTREQUEST']._serialized_start=1018
-  _globals['_ACCOUNTREQUEST']._serialized_end=1051
-  _globals['_ACCOUNTRESPONSE']._serialized_start=1053
-  _globals['_ACCOUNTRESPONSE']._serialized_end=1146
-  _globals['_CLEARCACHEREQUEST']._serialized_start=1148
-  _globals['_CLEARCACHEREQUEST']._serialized_end=1196
-  _globals['_CLEARCACHERESPONSE']._serialized_start=1198
-  _globals['_CLEARCACHERESPONSE']._serialized_end=1256
-  _globals['_AUDITREQUEST']._serialized_start=1258
-  _globals['_AUDITREQUEST']._serialized_end=1290
-  _globals['_AUDITRESPONSE']._serialized_start=1293
-  _globals['_AUDITRESPONSE']._serialized_end=1443
-  _globals['_ADMIN']._serialized_start=1446
-  _globals['_ADMIN']._serialized_end=1812
+  _globals['_GATEWAYSTATUS']._serialized_end=691
+  _globals['_WORKERVIEW']._serialized_start=694
+  _globals['_WORKERVIEW']._serialized_end=864
+  _globals['_STATUSRESPONSE']._serialized_start=867
+  _globals['_STATUSRESPONSE']._serialized_end=1031
+  _globals['_ACCOUNTREQUEST']._serialized_start=1033
+  _globals['_ACCOUNTREQUEST']._serialized_end=1066
+  _globals['_ACCOUNTRESPONSE']._serialized_start=1068
+  _globals['_ACCOUNTRESPONSE']._serialized_end=1161
+  _globals['_CLEARCACHEREQUEST']._serialized_start=1163
+  _globals['_CLEARCACHEREQUEST']._serialized_end=1211
+  _globals['_CLEARCACHERESPONSE']._serialized_start=1213
+  _globals['_CLEARCACHERESPONSE']._serialized_end=1271
+  _globals['_MOVEREQUEST']._serialized_start=1273
+  _globals['_MOVEREQUEST']._serialized_end=1353
+  _globals['_MOVERESPONSE']._serialized_start=1355
+  _globals['_MOVERESPONSE']._serialized_end=1398
+  _globals['_AUDITREQUEST']._serialized_start=1400
+  _globals['_AUDITREQUEST']._serialized_end=1432
+  _globals['_AUDITRESPONSE']._serialized_start=1435
+  _globals['_AUDITRESPONSE']._serialized_end=1585
+  _globals['_ADMIN']._serialized_start=1588
+  _globals['_ADMIN']._serialized_end=2015
 # @@protoc_insertion_point(module_scope)

@@ -50,7 +50,7 @@ class StatusRequest(_message.Message):
     def __init__(self, alone: _Optional[bool] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid", "index_entries", "index_bytes", "grpc_address", "http_address", "open")
+    __slots__ = ("gateway_id", "live_requests", "bookings", "tasks", "accepted", "completed", "failed", "cancelled", "retries", "pid", "index_entries", "index_bytes", "grpc_address", "http_address", "open", "moves")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BOOKINGS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class GatewayStatus(_message.Message):
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     live_requests: int
     bookings: int
@@ -81,7 +82,8 @@ class GatewayStatus(_message.Message):
     grpc_address: str
     http_address: str
     open: bool
-    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ..., index_entries: _Optional[int] = ..., index_bytes: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., open: _Optional[bool] = ...) -> None: ...
+    moves: int
+    def __init__(self, gateway_id: _Optional[str] = ..., live_requests: _Optional[int] = ..., bookings: _Optional[int] = ..., tasks: _Optional[int] = ..., accepted: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., retries: _Optional[int] = ..., pid: _Optional[int] = ..., index_entries: _Optional[int] = ..., index_bytes: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., open: _Optional[bool] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "connected", "status", "refused")
@@ -144,6 +146,26 @@ class ClearCacheResponse(_message.Message):
     workers: _containers.RepeatedScalarFieldContainer[str]
     unreachable: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, workers: _Optional[_Iterable[str]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("worker_id", "request_id", "tenant", "to")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    request_id: str
+    tenant: str
+    to: str
+    def __init__(self, worker_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., to: _Optional[str] = ...) -> None: ...
+
+class MoveResponse(_message.Message):
+    __slots__ = ("moved", "stay")
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    STAY_FIELD_NUMBER: _ClassVar[int]
+    moved: int
+    stay: int
+    def __init__(self, moved: _Optional[int] = ..., stay: _Optional[int] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("settle_s",)

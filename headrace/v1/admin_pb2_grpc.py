@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/headrace.v1.Admin/Move',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.MoveRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.MoveResponse.FromString,
+                _registered_method=True)
         self.Account = channel.unary_unary(
                 '/headrace.v1.Admin/Account',
                 request_serializer=headrace_dot_v1_dot_admin__pb2.AccountRequest.SerializeToString,
@@ -90,6 +95,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Has requests in progress leave a worker, their KV with them. A key moves its own tenant's; the cluster token any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Account(self, request, context):
         """cluster token; what one gateway tells another of itself
         """
@@ -119,6 +131,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClearCache,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.MoveRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.MoveResponse.SerializeToString,
             ),
             'Account': grpc.unary_unary_rpc_method_handler(
                     servicer.Account,
@@ -234,6 +251,33 @@ class Admin:
             '/headrace.v1.Admin/ClearCache',
             headrace_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Admin/Move',
+            headrace_dot_v1_dot_admin__pb2.MoveRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

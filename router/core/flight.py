@@ -13,7 +13,8 @@ reader, `decode` adopts it. Facts about a leg of an earlier attempt are dropped,
 Where a leg goes is the router's choice; the flight knows who may not be chosen again, and keeps each decision.
 
 A hand-off that failed leaves its prefill leg alive for the next `place`, where `router.core.recovery` chooses the way
-back: QUEUED may have that one leg, which goes on meanwhile.
+back: QUEUED may have that one leg, which goes on meanwhile. A request that decodes may be moved (`router.core.moving`):
+it is QUEUED for as long as it takes to choose where to, and RUNNING with two legs until the new one has started.
 
 PAUSED: the client runs a tool. The worker may have sampled on before it hears of that: such tokens are dropped, and the
 answer goes to it only after it has said that it waits, so that none of them can be taken for what follows the answer. A
@@ -50,14 +51,16 @@ from router.core.legs import (
     Deliver,
     Ended,
     FinishAt,
+    HoldAt,
     Leg,
     LegKind,
     PauseAt,
     ResumeAt,
     SubmitTo,
 )
+from router.core.moving import Move, can_leave, plan_away
 from router.core.placement import Mode, WorkerKey
-from router.core.recovery import DECODE_LOST, LEASE_FAILURES, REVOKED, Failure, OnFailure, Recovery, recover
+from router.core.recovery import DECODE_LOST, LEASE_FAILURES, MOVED, REVOKED, Failure, OnFailure, Recovery, recover
 from router.core.router import Router
 
 _MOVE_BELOW, _MOVE_MS = 0.8, 20.0
@@ -132,6 +135,10 @@ class Flight:
     """Of the hand-off, until the next `place` has chosen the way back."""
     _adoptions: int = 0
     """Of the current plan."""
+    _move: Move | None = None
+    """Under way."""
+    _left: WorkerKey | None = None
+    """By the last move: avoided too."""
 
     @property
     def num_inserted(self) -> int:
@@ -160,6 +167,12 @@ class Flight:
         return leg is not None and leg.keeps_kv
 
     @property
+    def at(self) -> WorkerKey | None:
+        """The worker that decodes it, or will, or prefills it; None: there is none just now."""
+        leg = self._leg(LegKind.WHOLE, LegKind.DECODE) or self._leg(LegKind.PREFILL)
+        return None if leg is None else leg.worker
+
+    @property
     def answerable(self) -> bool:
         """A tool was called and has not answered."""
         return self.state is FlightState.PAUSED and self._answer is None
@@ -176,7 +189,7 @@ class Flight:
             expected_output_tokens=max(1, min(expected, most - have)),
             mode=Mode.COLOCATED if self._whole_next else self.mode,
             excluded=self.excluded,
-            avoided=self.avoided,
+            avoided=self.avoided if self._left is None else {*self.avoided, self._left},
             tenant=self.tenant,
             session=self.session,
             time_left_s=time_left_s,
@@ -190,6 +203,8 @@ class Flight:
         """Tries to plan a queued flight. No actions: nobody can take it yet, or it has just ended (see `state`)."""
         if self.state is not FlightState.QUEUED:
             return []
+        if self._move is not None:
+            return self._move_on(self._move, router, now, time_left_s)
         if self._failure is not None:
             return self._recover(self._failure, router, now, time_left_s)
         plan = router.choose(self.ask(time_left_s), now)
@@ -225,6 +240,8 @@ class Flight:
 
     def started(self, leg: Leg, router: Router, now: float) -> list[Action]:
         """The prefill runs: choose the decode worker from fresh load (SPEC E7)."""
+        if self._move is not None and leg is self._move.target:
+            return self._moved(self._move) if leg.live else []
         if not leg.live or leg.kind is not LegKind.PREFILL or self._adoptions:
             return []
         ask = self.ask()
@@ -242,6 +259,9 @@ class Flight:
         if not leg.live:
             return []
         leg.spoke = True
+        if self._move is not None and leg is self._move.source:
+            self._move.held.append((offset, token_id))
+            return []
         have = len(self.output_ids)
         if offset < have:
             is_same = not self.exact or offset != self._repeatable[0] or logprobs == self._repeatable[1]
@@ -276,7 +296,17 @@ class Flight:
         """A worker's part is over in good order. `output_hash` (b"": not told) must be that of what was delivered."""
         if not leg.live:
             return []
+        came = self._take_held(self._move, now) if self._move is not None and leg is self._move.source else []
         leg.live = False
+        return [*came, *self._done(leg, reason, ledger, now, output_hash)]
+
+    def _done(
+        self, leg: Leg, reason: FinishReason, ledger: WorkerLedger, now: float, output_hash: bytes
+    ) -> list[Action]:
+        if self.state is FlightState.ENDED:
+            return []
+        if self._move is not None and leg is self._move.target:
+            return self._stay(self._move, now)
         if reason is FinishReason.HANDED_OFF:
             return []
         if reason is FinishReason.DEADLINE:
@@ -303,6 +333,12 @@ class Flight:
         leg.live = False
         if self.state is FlightState.PAUSED:
             return self._go_on(now)
+        if self._move is not None and leg in (self._move.source, self._move.target):
+            if leg is self._move.target:
+                return self._stay(self._move, now)
+            if self._move.target is not None:
+                return []
+            self._move = None
         if self.state is FlightState.QUEUED:
             return []  # there is one way back less
         if reason in LEASE_FAILURES and leg.kind is not LegKind.WHOLE:
@@ -334,6 +370,12 @@ class Flight:
         if len(self.crashed) >= self.max_crashes:
             error = HeadraceError(Code.ABORTED, f"the request was present in {len(self.crashed)} worker crashes")
             return self._fail(error, now)
+        if (move := self._move) is not None and {id(leg) for leg in legs} & {id(move.source), id(move.target)}:
+            if move.target is not None and not move.target.live:
+                return self._stay(move, now)
+            if move.target is not None:
+                return []
+            self._move = None
         if legs[0].kind is LegKind.PREFILL and self._leg(LegKind.DECODE):
             # The reader knows whether it has everything: it goes on, or reports its broken lease.
             return []
@@ -352,7 +394,83 @@ class Flight:
     def waits(self, leg: Leg, now: float) -> list[Action]:
         """The worker has paused the request; no token of before comes any more."""
         leg.waits = leg.live
+        if self._move is not None and leg is self._move.source and leg.live:
+            self._move.held.clear()
+            self.state = FlightState.QUEUED
+            return []
         return self._go_on(now)
+
+    # ---- leaving a worker
+
+    def move(self, worker: WorkerKey, router: Router, now: float, to: WorkerKey | None = None) -> list[Action] | None:
+        """Has the request leave a worker, for `to` or for wherever it is cheapest.
+
+        What decodes takes its KV along. What does not yet, or waits for a tool, gets a new plan when it needs one.
+        None, and no change: it is not there, is leaving a worker already, hands its KV on just now, or nobody else can
+        take it.
+        """
+        leg = next((leg for leg in self.legs if leg.live and leg.worker == worker), None)
+        if leg is None or self._move is not None or self.state is FlightState.QUEUED:
+            return None
+        decodes = leg.kind is not LegKind.PREFILL and leg.spoke
+        prefill = self._leg(LegKind.PREFILL) if leg.kind is LegKind.DECODE and not leg.spoke else None
+        has_come = leg.kind is LegKind.DECODE and not leg.spoke and prefill is None
+        if has_come or (leg.kind is LegKind.PREFILL and leg.spoke):
+            return None
+        ask = replace(self.ask(), mode=Mode.COLOCATED) if decodes else self.ask()
+        if not can_leave(ask, worker, to, router, now, prefill and prefill.worker):
+            return None
+        self._left = worker
+        if self.state is FlightState.PAUSED:
+            return [*self._finish_legs("cancelled"), *self._go_on(now)]
+        if decodes:
+            self._move = Move(leg, to)
+            return [HoldAt(leg)]
+        self.state = FlightState.QUEUED
+        if prefill is not None:
+            self._failure = Failure(MOVED, prefill.worker, True, self._prefill_left_ms(now))
+            return self._finish_legs("cancelled", keep=prefill)
+        self.timeline.attempt_lost(now)
+        return self._finish_legs("cancelled")
+
+    def _move_on(self, move: Move, router: Router, now: float, time_left_s: float | None) -> list[Action]:
+        """The source waits with the KV: somebody else is asked to go on."""
+        plan = plan_away(self.ask(time_left_s), move.source.worker, move.to, router, now)
+        if plan is None:
+            return self._stay(move, now)
+        self.attempt += 1
+        self.state = FlightState.RUNNING
+        leg = Leg(LegKind.WHOLE, plan.worker, router.table.address(plan.worker), self.next_handle())
+        move.target, move.since = leg, now
+        self.legs.append(leg)
+        self.decisions.append((self.attempt, plan))
+        return [SubmitTo(leg, plan, plan.fetch)]
+
+    def _moved(self, move: Move) -> list[Action]:
+        """The target has what it needs."""
+        assert move.target is not None
+        self._move = None
+        self.timeline.replaced(move.since)
+        self.timeline.submitted(move.since)
+        self.decode_worker = move.target.worker.worker_id
+        return self._finish_legs("cancelled", keep=move.target)
+
+    def _stay(self, move: Move, now: float) -> list[Action]:
+        """Nobody else has taken it: the source, if it lives, goes on as if nothing had been."""
+        self._move = None
+        if not move.source.live:
+            return self._requeue(now)
+        self.state = FlightState.RUNNING
+        move.source.waits, move.source.keeps_kv = False, True
+        return [ResumeAt(move.source, ())]
+
+    def _take_held(self, move: Move, now: float) -> list[Action]:
+        """The source was at its end before it could wait: what it had sent counts."""
+        self._move = None
+        actions = [] if move.target is None else self._finish_legs("cancelled", keep=move.source)
+        for offset, token_id in move.held:
+            actions += self.token(move.source, offset, token_id, now)
+        return actions
 
     # ---- hand-offs that fail
 
@@ -482,6 +600,7 @@ class Flight:
 
     def _requeue(self, now: float) -> list[Action]:
         """Gives up the current plan; the next `place` goes on with the tokens so far."""
+        self._move = None
         finishes = self._finish_legs("cancelled")
         if (reason := self._complete()) is not None:
             return [*finishes, *self._end(Ended(reason), now)]

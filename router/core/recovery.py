@@ -43,7 +43,7 @@ LEASE_FAILURES = frozenset({"lease_broken", REVOKED, "lease_refused", "transfer_
 """The worker is fine, the hand-off is not."""
 DECODE_LOST = "decode_lost"
 MOVED = "moved"
-"""Nothing has failed: the decode worker was to be left before it had the KV."""
+"""Nothing has failed: a worker was to be left."""
 
 
 @dataclass(frozen=True, slots=True)
