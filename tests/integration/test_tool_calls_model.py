@@ -79,8 +79,8 @@ async def model_world(folder: Path, *roles: Role) -> AsyncIterator[World]:
     spec = gateway_spec(max_model_len=LEN, cluster_token=TOKEN)
     running.gateway = Gateway(spec, text, ids=counting_ids())
     try:
-        for role in roles:
-            await running.start_worker(f"{role.value}-0", role)
+        for at, role in enumerate(roles):
+            await running.start_worker(f"{role.value}-{roles[:at].count(role)}", role)
         running.push_members()
         await running.connected()
         yield running
