@@ -74,9 +74,9 @@ async def model_world(folder: Path, *roles: Role) -> AsyncIterator[World]:
         made.loop = loop
         return made
 
-    running = World(runner)  # type: ignore[arg-type]
+    running = World(runner, liveness_s=8.0)  # type: ignore[arg-type]
     text = TextModel.load(str(folder))
-    spec = gateway_spec(max_model_len=LEN, cluster_token=TOKEN)
+    spec = gateway_spec(max_model_len=LEN, cluster_token=TOKEN, liveness_s=8.0)
     running.gateway = Gateway(spec, text, ids=counting_ids())
     try:
         for at, role in enumerate(roles):
