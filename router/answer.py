@@ -80,9 +80,11 @@ async def deltas(
         if event.error is not None:
             raise event.error
         num_open -= 1
+        # A worker may have come to the end of its output before it heard of the stop string that ends the text.
         branch_text = texts[branch.index]
-        delta = Delta(branch.index, branch_text.flush(), finish_reason=FINISH_NAMES[event.reason])
-        delta.entries = branch_text.take_entries(ended=True, by_token=event.reason is not FinishReason.LENGTH)
+        reason = FinishReason.STOP if branch_text.stopped else event.reason
+        delta = Delta(branch.index, branch_text.flush(), finish_reason=FINISH_NAMES[reason])
+        delta.entries = branch_text.take_entries(ended=True, by_token=reason is not FinishReason.LENGTH)
         if not num_open:
             cached_tokens = branches[0].flight.timeline.cached_tokens
             num_input = len(spec.prompt_ids) + sum(branch.flight.num_inserted for branch in branches)
