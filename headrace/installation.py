@@ -4,6 +4,7 @@ folder may be called `workers`. Standard library only, and imports none of the p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -73,6 +74,12 @@ def judge_packages(packages: Mapping[str, PackageFacts]) -> Finding:
                 f"uninstall {others[0]}, or keep it in an environment of its own",
             )
     return ok(CHECK, f"{', '.join(packages)} from {ROOT}")
+
+
+def child_environment() -> dict[str, str]:
+    """This process's, for a Python process that must find this installation's packages."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def _file(origin: str | None) -> str:

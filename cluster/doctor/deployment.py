@@ -142,7 +142,7 @@ def _read_address(field: str, host: str, may_be_wildcard: bool) -> AddressFacts:
         with socket.create_server((host, 0), family=family) as listener:
             socket.create_connection((host, listener.getsockname()[1]), timeout=_DIAL_S).close()
     except OSError as error:
-        return AddressFacts(field, host, may_be_wildcard, error=error.strerror or str(error))
+        return AddressFacts(field, host, may_be_wildcard, error=_reason(error))
     return AddressFacts(field, host, may_be_wildcard, resolved=str(address[0]))
 
 
@@ -168,8 +168,10 @@ def _dial_ray(address: str) -> str:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]") or address, int(port or _RAY_PORT)), timeout=_DIAL_S).close()
-    except (OSError, ValueError) as error:
-        return f"nothing answers ({getattr(error, 'strerror', None) or error})"
+    except OSError as error:
+        return f"nothing answers ({_reason(error)})"
+    except ValueError:
+        return "is not host:port"
     return ""
 
 
@@ -193,6 +195,12 @@ def _kept_secret_fault(config: ServeConfig) -> str:
     except StartupError as error:
         return str(error)
     return ""
+
+
+def _reason(error: OSError) -> str:
+    """Without what Python adds: the address is told beside it. A resolver's errors have numbers of their own."""
+    is_system = error.errno is not None and not isinstance(error, socket.gaierror)
+    return os.strerror(error.errno) if is_system else error.strerror or str(error)
 
 
 def _mode(path: Path) -> int | None:

@@ -71,7 +71,8 @@ def _resolve(config: ServeConfig, limit_s: float) -> tuple[Deployment | None, Fi
     except StartupError as error:
         return None, fail(check, str(error), "change the configuration, or give the machine what it asks for")
     workers = ", ".join(worker.worker_id for worker in resolved.workers)
-    return resolved, ok(check, f"{workers}; memory suffices, KV pools of at most {format_bytes(_pool_bytes(resolved))}")
+    memory = "memory suffices" if config.cluster.address is None else "the nodes' memory is not looked at"
+    return resolved, ok(check, f"{workers}; {memory}, KV pools of at most {format_bytes(_pool_bytes(resolved))}")
 
 
 @dataclass(frozen=True, slots=True)

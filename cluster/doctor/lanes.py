@@ -16,7 +16,7 @@ from typing import IO, Any
 from cluster.core.doctor.lanes import LaneFacts, read_transports
 from cluster.doctor.lane_end import MARK, READER, EndSpec
 from headrace.clock import monotonic
-from headrace.installation import ROOT
+from headrace.installation import child_environment
 
 _END_S = 1.0
 _UCX_TELLS = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
@@ -44,10 +44,9 @@ def measure(lane: str, wanted: str, host: str, block_bytes: int, limit_s: float)
 
 @contextlib.contextmanager
 def _end(spec: EndSpec, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.doctor.lane_end"],
-        env={**os.environ, **environment, "PYTHONPATH": path},
+        env={**child_environment(), **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ from cluster.core.doctor.machine import (
     MemlockFacts,
     SharedMemoryFacts,
 )
+from headrace.installation import child_environment
 from kvtransfer.transports.base import HUGE_PAGE_BYTES, allocate_pool
 
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
@@ -94,7 +95,12 @@ def read_gpus(limit_s: float) -> GpuFacts:
         return GpuFacts(0, visible)
     try:
         answer = subprocess.run(
-            [sys.executable, "-m", "workers.runner.gpus"], capture_output=True, timeout=limit_s, check=True
+            [sys.executable, "-m", "workers.runner.gpus"],
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+            check=True,
         )
         told = json.loads(answer.stdout)
     except subprocess.TimeoutExpired:

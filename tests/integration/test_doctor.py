@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cluster.doctor import lanes
+from cluster.doctor import lanes, machine
 from cluster.doctor.examine import limited
 from headrace.core.findings import Finding, Level, ok
 from tests.unit.cluster_builders import is_gone
@@ -138,6 +138,17 @@ def test_processes_of_a_lane_that_hang_are_killed(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPO_ROOT)]))
     facts = lanes.measure("tcp", "auto", "127.0.0.1", 1 << 20, limit_s=2.0 if is_late else 60.0)
     assert (facts.is_late, facts.error) == (is_late, error)
+    assert children() == []
+
+
+def test_torch_is_asked_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.read_gpus(60.0).num_devices == len(list(Path("/dev").glob("nvidia[0-9]*")))
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    facts = machine.read_gpus(60.0)
+    assert (facts.num_devices, facts.torch_error) == (2, "")
+    assert machine.read_gpus(0.01).torch_error == "torch gave no answer within 0.01 s"
     assert children() == []
 
 
