@@ -199,8 +199,9 @@ def _kept_secret_fault(config: ServeConfig) -> str:
 
 def _reason(error: OSError) -> str:
     """Without what Python adds: the address is told beside it. A resolver's errors have numbers of their own."""
-    is_system = error.errno is not None and not isinstance(error, socket.gaierror)
-    return os.strerror(error.errno) if is_system else error.strerror or str(error)
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 def _mode(path: Path) -> int | None:
