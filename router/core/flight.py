@@ -418,7 +418,7 @@ class Flight:
         if has_come or (leg.kind is LegKind.PREFILL and leg.spoke):
             return None
         ask = replace(self.ask(), mode=Mode.COLOCATED) if decodes else self.ask()
-        if not can_leave(ask, worker, to, router, now, prefill and prefill.worker):
+        if not can_leave(ask, worker, to, router, now, prefill.worker if prefill else None):
             return None
         self._left = worker
         if self.state is FlightState.PAUSED:
