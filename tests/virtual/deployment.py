@@ -267,7 +267,7 @@ class Deployment:
         """Ends everything, the dead too. Nobody looks at what is left."""
         self.loop.set_exception_handler(lambda loop, context: None)
         for process in self.dead + [each.process for each in (*self.workers.values(), *self.gateways.values())]:
-            process.life = Life.RUNNING
+            self.loop.wind_up(process)
         for _ in range(BURIAL_ROUNDS):
             tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
             if not tasks:

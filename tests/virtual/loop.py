@@ -33,7 +33,7 @@ class Process:
         self.name = name
         self.life = Life.RUNNING
         self.parked: list[events.Handle] = []
-        """What would have run while it was stopped, in order."""
+        """What would have run while it was stopped or dead, in order."""
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self.buried: list[asyncio.Task[Any]] = []
         """Of a dead process: kept, so that no `finally` of theirs runs while somebody looks."""
@@ -85,13 +85,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def continue_process(self, process: Process) -> None:
         assert process.life is Life.STOPPED
+        self.wind_up(process)
+
+    def wind_up(self, process: Process) -> None:
+        """Whatever its life: its tasks run on, so that they can be ended."""
         process.life = Life.RUNNING
         self._ready.extend(process.parked)
         process.parked.clear()
 
     def kill_process(self, process: Process) -> None:
         process.life = Life.DEAD
-        process.parked.clear()
         process.buried = process.open_tasks()
 
     # ---- running
@@ -121,8 +124,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 continue
             process = handle._context.get(PROCESS)
             if process is not None and process.life is not Life.RUNNING:
-                if process.life is Life.STOPPED:
-                    process.parked.append(handle)
+                process.parked.append(handle)
                 continue
             self.callbacks += 1
             handle._run()
