@@ -35,6 +35,8 @@ class Kind(StrEnum):
     FULL = "full"
 
 
+HEARD_S = LIVENESS_S / 4
+"""A link with a stream carries something at least so often."""
 HOSTILE = {Kind.DROP: Fate.DROP, Kind.TWICE: Fate.TWICE, Kind.LATE: Fate.LATE}
 """What no network does to a stream; only to leases of the rough tenant."""
 LEASE_STEPS = ("open", "opened", "announce", "pulled", "hand_off", "verify", "held", "close", "revoked")
@@ -208,7 +210,10 @@ class Injector:
         return True
 
     def _apply(self, fault: Fault, step: Step) -> None:
-        getattr(self, f"_{fault.kind.value}")(fault, step, self._target(fault, step))
+        if not getattr(self, f"_{fault.kind.value}")(fault, step, self._target(fault, step)):
+            # What it was aimed at has ended meanwhile: it waits for its trigger again.
+            fault.applied_s = None
+            self._waiting.insert(0, fault)
 
     def _for_a_while(self, fault: Fault, undo: Callable[[], None]) -> None:
         def end() -> None:
@@ -219,16 +224,21 @@ class Injector:
         self._undo[id(fault)] = end
         timer = self._loop.call_later(fault.lasts_s, end)
 
-    def _kill(self, fault: Fault, step: Step, target: Process) -> None:
-        if target.life is Life.DEAD:
-            return
+    # Each tells whether there was anything to hit.
+
+    def _kill(self, fault: Fault, step: Step, target: Process) -> bool:
+        if target.life is not Life.RUNNING:
+            return False
         if target.name in self._deployment.gateways:
             self._deployment.kill_gateway(target.name)
         else:
             self._deployment.kill_worker(target.name)
         fault.proof = lambda: target.life is Life.DEAD and bool(target.buried)
+        return True
 
-    def _stop(self, fault: Fault, step: Step, target: Process) -> None:
+    def _stop(self, fault: Fault, step: Step, target: Process) -> bool:
+        if target.life is not Life.RUNNING:
+            return False
         worker = self._deployment.workers.get(target.name)
         stalls = worker is not None and worker.process is target and fault.ends_cut
         self._loop.stop_process(target)
@@ -245,15 +255,19 @@ class Injector:
 
         self._for_a_while(fault, go_on)
         fault.proof = lambda: parked[0] > 0 or target.life is Life.DEAD or fault.lasts_s < 0.1
+        return True
 
-    def _cut(self, fault: Fault, step: Step, target: Process) -> None:
+    def _cut(self, fault: Fault, step: Step, target: Process) -> bool:
+        streams = len(step.link.streams)
         broken = self._deployment.wire.cut(step.link)
-        fault.proof = lambda: broken > 0 or step.sender.life is Life.DEAD or not step.link.streams
+        fault.proof = lambda: broken == streams
+        return streams > 0
 
-    def _dark(self, fault: Fault, step: Step, target: Process) -> None:
+    def _dark(self, fault: Fault, step: Step, target: Process) -> bool:
         link, before = step.link, step.link.swallowed
+        if not link.streams:
+            return False
         link.dark = True
-        streams = len(link.streams)
 
         def light() -> None:
             if fault.ends_cut:
@@ -261,48 +275,58 @@ class Injector:
             self._deployment.wire.light(link)
 
         self._for_a_while(fault, light)
-        fault.proof = lambda: link.swallowed > before or streams == 0 or fault.lasts_s < 1.0
+        fault.proof = lambda: link.swallowed > before or fault.lasts_s < HEARD_S
+        return True
 
-    def _slow(self, fault: Fault, step: Step, target: Process) -> None:
+    def _slow(self, fault: Fault, step: Step, target: Process) -> bool:
         link, before = step.link, step.link.carried
+        if not link.streams:
+            return False
         delay_s = min(fault.lasts_s, LIVENESS_S / 4)
         link.extra_delay_s += delay_s
-        streams = len(link.streams)
 
         def quick() -> None:
             link.extra_delay_s -= delay_s
 
         self._for_a_while(fault, quick)
-        fault.proof = lambda: link.carried > before or streams == 0 or fault.lasts_s < 1.0
+        fault.proof = lambda: link.carried > before or fault.lasts_s < HEARD_S
+        return True
 
-    def _read_fails(self, fault: Fault, step: Step, target: Process) -> None:
-        """The transport says so while the rest may still be written."""
-        assert step.pull is not None
+    def _read_fails(self, fault: Fault, step: Step, target: Process) -> bool:
+        """The transport says so, while what is under way is written later."""
+        holder = self._deployment.workers.get(step.sender.name)
+        if step.pull is None or step.pull.done.done() or holder is None or holder.process is not step.sender:
+            return False
+        holder.transport.stall()
+        self._for_a_while(fault, holder.transport.resume)
         step.receiver.run(step.pull.fail, TransferError(TransferFault.FAILED, "injected"))
         done = step.pull.done
         fault.proof = lambda: done.done() and done.exception() is not None
+        return True
 
-    def _read_stalls(self, fault: Fault, step: Step, target: Process) -> None:
+    def _read_stalls(self, fault: Fault, step: Step, target: Process) -> bool:
         worker = self._deployment.workers[target.name]
+        if worker.process is not target:
+            return False
         worker.transport.stall()
         stalled = not worker.transport._moving.is_set()
 
-        def go_on() -> None:
-            worker.transport.resume()
-
-        self._for_a_while(fault, go_on)
+        self._for_a_while(fault, worker.transport.resume)
         fault.proof = lambda: stalled
+        return True
 
-    def _cancel(self, fault: Fault, step: Step, target: Process) -> None:
+    def _cancel(self, fault: Fault, step: Step, target: Process) -> bool:
         record = self._find(step.label)
-        if record is not None and record.task is not None:
-            record.disturbed = fault.name
-            record.task.cancel()
-            fault.proof = lambda: bool(record.ends)
+        if record is None or record.task is None or not record.task.cancel():
+            return False
+        record.disturbed = fault.name
+        fault.proof = lambda: bool(record.ends)
+        return True
 
-    def _full(self, fault: Fault, step: Step, target: Process) -> None:
+    def _full(self, fault: Fault, step: Step, target: Process) -> bool:
         sent = self.burst()
         fault.proof = lambda: sent > 0
+        return True
 
 
 @dataclass(slots=True)

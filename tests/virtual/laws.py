@@ -27,7 +27,8 @@ def ended_once(records: list[Record], deployment: Deployment) -> Iterator[str]:
         if len(record.ends) != 1:
             yield f"a: {record.gateway} {record.request.tenant} ended {record.ends}"
         deadline_s = record.request.deadline_s or DEADLINE_S
-        if record.ends != ["gateway_lost"] and record.ended - record.began > deadline_s + LATE_S + record.slow_total_s:
+        excused_s = record.slow_total_s + (record.process.stopped_s if record.process is not None else 0.0)
+        if record.ends != ["gateway_lost"] and record.ended - record.began > deadline_s + LATE_S + excused_s:
             yield f"a: open for {record.ended - record.began:.1f} s with a deadline of {deadline_s} s"
     for gateway in deployment.gateways.values():
         c = gateway.core.counters

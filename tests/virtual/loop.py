@@ -37,6 +37,9 @@ class Process:
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self.buried: list[asyncio.Task[Any]] = []
         """Of a dead process: kept, so that no `finally` of theirs runs while somebody looks."""
+        self.stopped_s = 0.0
+        """For how long it was stopped so far."""
+        self._stopped_at = 0.0
         self._context = copy_context()
         self._context.run(PROCESS.set, self)
 
@@ -82,9 +85,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def stop_process(self, process: Process) -> None:
         assert process.life is Life.RUNNING
         process.life = Life.STOPPED
+        process._stopped_at = self._now
 
     def continue_process(self, process: Process) -> None:
         assert process.life is Life.STOPPED
+        process.stopped_s += self._now - process._stopped_at
         self.wind_up(process)
 
     def wind_up(self, process: Process) -> None:

@@ -88,7 +88,7 @@ class _Run:
             rng.choice(SHAPES),
             num_gateways=rng.choice((1, 2)),
             num_blocks=rng.choice((20, 32, 64)),
-            gateway={"routing_policy": rng.choice(("least_loaded", "cost"))},
+            gateway={"routing_policy": rng.choice(("least_loaded", "least_loaded", "cost"))},
         )
         await asyncio.sleep(0.01)
         deployment.push_members()
@@ -106,8 +106,9 @@ class _Run:
         injector.heal()
         await self._settle()
         again = replace(canary, tokens=[], finish_reasons=[], usage=None, ends=[], began=0.0)
-        await self._finish([again], laws.LIVE_S)
-        if not await deployment.until(lambda: not laws.held(deployment), laws.DRAIN_S):
+        await self._finish([again], 0.5 if outcome.findings else laws.LIVE_S)
+        patience_s = 0.5 if outcome.findings else laws.DRAIN_S
+        if not await deployment.until(lambda: not laws.held(deployment), patience_s):
             outcome.findings += laws.held(deployment)
         self._judge(canary, again)
         await deployment.bury()
@@ -170,7 +171,8 @@ class _Run:
                     f"h: a request of {record.request.tenant} at {record.gateway} with {len(record.tokens)} tokens "
                     f"does not end"
                 )
-        await deployment.until(self._over, DEADLINE_S)
+        if not self._outcome.findings:
+            await deployment.until(self._over, DEADLINE_S)
 
     def _judge(self, canary: Record, again: Record) -> None:
         outcome, deployment, records = self._outcome, self.deployment, self._records
