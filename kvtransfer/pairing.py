@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -111,6 +111,7 @@ class PairServer:
     patience_s: float
     others: Sequence[Mapping[str, bytes]] = ()
     """Of ranks 1 and up of this worker's tensor-parallel group: what their `Lanes.descriptors` says."""
+    nonces: Callable[[int], bytes] = secrets.token_bytes
     _keys: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
 
     def signed(self, request: pb.LeaseOpen) -> bool:
@@ -140,7 +141,7 @@ class PairServer:
             return grpc.StatusCode.INVALID_ARGUMENT, "protocol"
         if hello.holder_incarnation != self.incarnation:
             return grpc.StatusCode.FAILED_PRECONDITION, "stale_incarnation"
-        reader, nonce = peer_name(hello.reader.worker_id, hello.reader.incarnation), secrets.token_bytes(NONCE_BYTES)
+        reader, nonce = peer_name(hello.reader.worker_id, hello.reader.incarnation), self.nonces(NONCE_BYTES)
         key = pair_key(self.token, reader, hello.nonce, self.me, nonce)
         await context.write(pb.PairResponse(challenge=pb.PairChallenge(nonce=nonce, proof=proof(key, b"holder"))))
         answer = await _next(context.read, "proof")
@@ -179,6 +180,7 @@ class PairClient:
     rank: int = 0
     degree: int = 1
     """This rank of the reader's own tensor-parallel group."""
+    nonces: Callable[[int], bytes] = secrets.token_bytes
     _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reads: set[Pull] = field(default_factory=set)
     """Of the probe, that may still write."""
@@ -199,7 +201,7 @@ class PairClient:
             return await self._choose(key, accepted, peer_name(holder.worker_id, holder.incarnation))
 
     async def _shake_hands(self, call: Any, holder: pb.PeerAddress) -> tuple[bytes, pb.PairAccepted]:
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = self.nonces(NONCE_BYTES)
         hello = pb.PairHello(reader=self.me, holder_incarnation=holder.incarnation, nonce=nonce)
         await call.write(pb.PairRequest(hello=hello))
         challenge = await _next(call.read, "challenge")

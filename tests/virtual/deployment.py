@@ -16,7 +16,6 @@ from headrace.core.records import Role
 from headrace.errors import HeadraceError
 from headrace.ids import counting_ids
 from headrace.sampling import SamplingParams
-from headrace.v1 import admin_pb2
 from router.api import GenerationSpec, Usage
 from router.gateway import Gateway
 from router.text import TextModel
@@ -84,7 +83,9 @@ class Record:
 
 
 class VirtualGateway:
-    def __init__(self, name: str, loop: VirtualLoop, wire: Wire, rng: random.Random, options: dict[str, object]) -> None:
+    def __init__(
+        self, name: str, loop: VirtualLoop, wire: Wire, rng: random.Random, options: dict[str, object]
+    ) -> None:
         self.name = name
         self.process = Process(name)
         chance = random.Random(rng.getrandbits(32)).random
@@ -289,4 +290,3 @@ def request(rng: random.Random, tenant: str, shared: list[int], most_prompt: int
     options: dict[str, object] = {"temperature": 0.8, "seed": rng.randrange(1 << 30)} if rng.random() < 0.3 else {}
     params = SamplingParams(max_tokens=rng.choice((1, 2, 3, 4, 8)), **options)  # type: ignore[arg-type]
     return GenerationSpec(tenant=tenant, label="", prompt_ids=tuple(prompt), sampling=(params,))
-

@@ -27,6 +27,7 @@ LEAST_GAP_S = 1e-7
 """Between two messages of a stream: timers of one instant have no order."""
 LEASE = "Lease"
 SESSION = "Session"
+PAIR = "Pair"
 
 
 class Fate(Enum):
@@ -317,9 +318,7 @@ class Channel:
 class Call:
     """The client's side of a call."""
 
-    def __init__(
-        self, channel: Channel, method: str, metadata: Any, serialize: Any, parse: Any, requests: Any
-    ) -> None:
+    def __init__(self, channel: Channel, method: str, metadata: Any, serialize: Any, parse: Any, requests: Any) -> None:
         self._channel = channel
         self._serialize, self._parse = serialize, parse
         self._status: Status | None = None
@@ -498,8 +497,13 @@ def _error(status: Status) -> grpc.aio.AioRpcError:
 def _requests() -> dict[str, Any]:
     from headrace.v1 import worker_pb2 as pb
 
-    return {SESSION: pb.SessionRequest, LEASE: pb.LeaseRequest, "WorkerStatus": pb.WorkerStatusRequest}
+    return {
+        SESSION: pb.SessionRequest,
+        LEASE: pb.LeaseRequest,
+        PAIR: pb.PairRequest,
+        "WorkerStatus": pb.WorkerStatusRequest,
+    }
 
 
 REQUESTS = _requests()
-STREAMS = frozenset({SESSION, LEASE})
+STREAMS = frozenset({SESSION, LEASE, PAIR})

@@ -14,9 +14,14 @@ from headrace.core.records import Role
 from headrace.ids import counting_ids
 from headrace.v1 import admin_pb2
 from headrace.v1 import worker_pb2 as pb
+from kvtransfer.core.layout import Cut
+from kvtransfer.core.pairing import card_of
+from kvtransfer.pairing import PairClient, PairServer
+from kvtransfer.probe import ProbeArea, fill_pattern
 from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
 from kvtransfer.transports.base import Peer, Pull, peer_name
 from kvtransfer.transports.memory import MemoryTransport
+from kvtransfer.transports.select import Lanes
 from tests.doors_fixtures import EOS
 from tests.virtual.loop import Process, VirtualLoop
 from tests.virtual.wire import Wire
@@ -32,6 +37,7 @@ from workers.spec import WorkerSpec
 
 VOCAB = 267
 READ_BLOCK_S = 0.0005
+PROBE_BLOCKS = 2
 MAX_MODEL_LEN = 256
 
 
@@ -84,9 +90,14 @@ class WatchedTransport(MemoryTransport):
     """Tells how far its reads are."""
 
     on_read: Callable[[str, str, Pull], None]
+    num_blocks: int
 
-    def pull(self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
-        pull = super().pull(peer, remote_blocks, local_blocks)
+    def pull(
+        self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None = None
+    ) -> Pull:
+        pull = super().pull(peer, remote_blocks, local_blocks, cut)
+        if local_blocks[0] >= self.num_blocks:
+            return pull  # of a probe
         self.on_read(peer.peer_id, "began", pull)
         half_s = len(local_blocks) * READ_BLOCK_S / 2
         asyncio.get_running_loop().call_later(half_s, self.on_read, peer.peer_id, "half", pull)
@@ -115,14 +126,21 @@ class VirtualWorker:
 
     async def _start(self) -> None:
         spec, loop = self.spec, self._wire.loop
-        self.runner = FakeRunner(
-            MAX_MODEL_LEN, num_blocks=self._num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,)
-        )
+        self.runner = FakeRunner(MAX_MODEL_LEN, num_blocks=self._num_blocks, vocab_size=VOCAB, eos_token_ids=(EOS,))
         layout, identity = self.runner.layout, self.runner.fingerprint()
         self.transport = WatchedTransport(peer_name(spec.worker_id, spec.incarnation), spec.read_timeout_s)
         self.transport.delay_s = READ_BLOCK_S
         self.transport.on_read = lambda holder, part, pull: self.on_read(self, holder, part, pull)
-        await self.transport.start(self.runner.kv_pool, layout.block_bytes)
+        area, name, card = (
+            ProbeArea(self._num_blocks, PROBE_BLOCKS),
+            self.transport.peer_id,
+            card_of(self.runner.identity_fields(), layout.block_size),
+        )
+        self.transport.num_blocks = self._num_blocks
+        memory = self.runner.lane_pool[: area.end * layout.block_bytes]
+        await self.transport.start(memory, layout.block_bytes)
+        fill_pattern(memory, area, layout.block_bytes, name)
+        lanes = Lanes(memory, layout.block_bytes, area, {self.transport.name: self.transport})
         self.pool = BlockPool(self.runner.num_blocks, layout.block_size)
         settings, predictor = scheduler_settings(spec, self.runner), Unlearned()
         self.scheduler = Scheduler(
@@ -130,24 +148,16 @@ class VirtualWorker:
         )
         me = pb.PeerAddress(worker_id=spec.worker_id, incarnation=spec.incarnation, address=self.address)
 
+        token, liveness_s, nonces = spec.cluster_token, spec.liveness_s, self._rng.randbytes
+        pairs = PairServer(name, spec.incarnation, token, card, lanes, liveness_s, nonces=nonces)
+
         def make_holder(source: LeaseSource) -> LeaseHolder:
-            return LeaseHolder(
-                source,
-                self.transport,
-                incarnation=spec.incarnation,
-                fingerprint=identity.hex(),
-                token=spec.cluster_token,
-                liveness_s=spec.liveness_s,
-                ids=counting_ids(),
-            )
+            return LeaseHolder(source, pairs, liveness_s=liveness_s, ids=counting_ids())
 
         reader = LeaseReader(
-            self.transport,
-            me=me,
+            PairClient(me, token, card, lanes, liveness_s, layout, nonces=nonces),
             block_size=layout.block_size,
-            fingerprint=identity.hex(),
-            token=spec.cluster_token,
-            liveness_s=spec.liveness_s,
+            liveness_s=liveness_s,
             dial=self._wire.dialer(self.process),
         )
         self.hub = Hub(self.scheduler, identity, layout.block_size, make_holder, reader, clock=loop.time)
@@ -163,10 +173,9 @@ class VirtualWorker:
             max_model_len=spec.max_model_len,
             lane=self.transport.name,
             chunk_tokens=settings.chunk_tokens,
+            card=card,
         )
-        self.service = WorkerService(
-            spec, hello, self.hub, self.scheduler, self.pool, predictor, 0, layout.block_bytes
-        )
+        self.service = WorkerService(spec, hello, self.hub, self.scheduler, self.pool, predictor, 0, layout.block_bytes)
         self.engine.start()
         self._wire.serve(self.address, self.process, self.service)
         self._monitor_task = loop.create_task(self._monitor())
