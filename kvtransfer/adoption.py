@@ -202,7 +202,12 @@ class Adoption:
                 self._do(handoff.announced(told.first_block, list(told.blocks), list(told.digests)))
             case "hand_off":
                 self._record_at = self._reader.loop.time()
-                self._do(handoff.handed_off(record_from_proto(message.hand_off)))
+                try:
+                    record = record_from_proto(message.hand_off)
+                except ValueError as error:
+                    self._do(handoff.broken(f"protocol: {error}"))
+                else:
+                    self._do(handoff.handed_off(record))
             case "held":
                 self._do(handoff.held())
             case "revoked":

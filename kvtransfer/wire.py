@@ -66,6 +66,7 @@ def record_to_proto(record: HandOffRecord) -> pb.HandOff:
 
 
 def record_from_proto(message: pb.HandOff) -> HandOffRecord:
+    """Raises ValueError as `logprobs_from_proto` does."""
     return HandOffRecord(
         tuple(message.output_ids),
         message.num_tokens,

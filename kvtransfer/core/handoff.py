@@ -296,7 +296,8 @@ class Handoff:
     def _fits(self, record: HandOffRecord) -> bool:
         if self._is_fetch:
             return record == whole_blocks(len(self._remote), self._block_size)
-        return -(-record.num_tokens // self._block_size) == len(self._remote) and bool(record.output_ids)
+        covers = -(-record.num_tokens // self._block_size) == len(self._remote)
+        return covers and bool(record.output_ids) and len(record.logprobs) <= len(record.output_ids)
 
     def _lease_over(self, reason: str, detail: str) -> list[HandoffAction]:
         if self.state is HandoffState.QUEUED:
