@@ -62,11 +62,12 @@ def test_a_lost_worker_leaves_no_gap_and_no_double(victim: str, tokens_before: i
 def test_preempted_requests_go_on_as_if_undisturbed() -> None:
     async def main() -> None:
         rng = random.Random(3)
-        async with world(P, D, num_blocks=24, gateway={"exact": True}) as w:
+        # Steps take long enough for all to be there before the first has ended.
+        async with world(C, num_blocks=24, step_s=0.005, gateway={"exact": True}) as w:
             requests = [spec(prompt(rng, rng.randrange(40, 90)), 60, logprobs=1, ignore_eos=True) for _ in range(12)]
             for request, answer in zip(requests, await asyncio.gather(*map(w.ask, requests)), strict=True):
                 check(request, answer)
-            status = w.workers["decode-0"].service.status(audit=False)
+            status = w.workers["colocated-0"].service.status(audit=False)
             assert status.counters["preemptions"] > 0, "memory must have been short"
             await w.assert_drained()
 
