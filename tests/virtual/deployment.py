@@ -20,6 +20,7 @@ from router.api import GenerationSpec, Usage
 from router.gateway import Gateway
 from router.text import TextModel
 from tests.doors_fixtures import EOS, gateway_spec, text_model
+from tests.virtual.calls import dialer
 from tests.virtual.loop import PROCESS, Life, Process, VirtualLoop
 from tests.virtual.wire import Wire
 from tests.virtual.worker import MAX_MODEL_LEN, VOCAB, VirtualWorker, worker_spec
@@ -98,7 +99,7 @@ class VirtualGateway:
                 ids=lambda kind: f"{name}/{prefix(kind)}",
                 clock=loop.time,
                 chance=chance,
-                dial=wire.dialer(self.process),
+                dial=dialer(wire, self.process),
             )
         )
 

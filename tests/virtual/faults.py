@@ -1,4 +1,5 @@
-"""Which fault at which step: drawn from the seed, uniformly over (kind, trigger); applied when its trigger comes.
+"""Which fault at which step: drawn from the seed, uniformly over kinds and over the triggers of a kind; applied when that
+comes.
 
 A trigger is a message of the hand-off or of a request, as it is sent or as it arrives, or a part of a read. Every fault
 has a proof that it happened (CASES law g); one whose trigger never came is `missed`, which is counted and no fault of
@@ -84,10 +85,10 @@ class Fault:
 
 
 def draw(rng: random.Random) -> Fault:
-    kind, trigger = rng.choice(PAIRS)
+    kind = rng.choice(list(Kind))
     return Fault(
         kind,
-        trigger,
+        rng.choice([trigger for trigger in TRIGGERS if _fits(kind, trigger)]),
         at_receiver=rng.random() < 0.5,
         nth=rng.choice((1, 2, 3, 5, 8)),
         lasts_s=rng.choice((0.02, 0.3, READ_TIMEOUT_S * 1.5, LIVENESS_S * 1.6)),

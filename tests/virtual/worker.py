@@ -23,6 +23,7 @@ from kvtransfer.transports.base import Peer, Pull, peer_name
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.select import Lanes
 from tests.doors_fixtures import EOS
+from tests.virtual.calls import dialer
 from tests.virtual.loop import Process, VirtualLoop
 from tests.virtual.wire import Wire
 from workers.core.blocks import BlockPool
@@ -158,7 +159,7 @@ class VirtualWorker:
             PairClient(me, token, card, lanes, liveness_s, layout, nonces=nonces),
             block_size=layout.block_size,
             liveness_s=liveness_s,
-            dial=self._wire.dialer(self.process),
+            dial=dialer(self._wire, self.process),
         )
         self.hub = Hub(self.scheduler, identity, layout.block_size, make_holder, reader, clock=loop.time)
         self.engine = VirtualEngine(self.scheduler, self.runner, self.hub, loop=loop, step_s=self._step_s)
