@@ -1,5 +1,4 @@
-"""Which fault at which step: drawn from the seed, uniformly over kinds and over the triggers of a kind; applied when that
-comes.
+"""Which fault at which step: drawn from the seed, uniformly over kinds and over the triggers of a kind.
 
 A trigger is a message of the hand-off or of a request, as it is sent or as it arrives, or a part of a read. Every fault
 has a proof that it happened (CASES law g); one whose trigger never came is `missed`, which is counted and no fault of
