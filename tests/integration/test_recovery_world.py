@@ -14,6 +14,7 @@ from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, failed_pull
 from router.core.recovery import OnFailure, Recovery
+from tests.both_doors import doors
 from tests.integration.test_routing_world import until
 from tests.integration.test_world import run
 from tests.world import World, expected, spec, world
@@ -204,6 +205,25 @@ def test_whoever_wants_no_recovery_hears_of_the_failure_at_once(way: str) -> Non
             with pytest.raises(HeadraceError, match="transfer_failed") as error:
                 await w.ask(spec(PROMPT, ignore_eos=True, **own))
             assert error.value.code is Code.ABORTED and time.monotonic() - began < 5.0
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_policy_comes_through_both_doors() -> None:
+    async def main() -> None:
+        async with world(P, D) as w, doors(w) as d:
+            reads = Reads(w, "decode-0", to_fail=2)
+            with pytest.raises(HeadraceError) as error:
+                await d.generate(on_transfer_failure="fail")
+            assert error.value.code is Code.ABORTED
+            answer = await d.complete(headers={"X-Headrace-On-Transfer-Failure": "fail"})
+            assert answer.status_code == 503 and reads.failed == 2
+            # What is no policy is named, with what would be.
+            with pytest.raises(HeadraceError, match="local_recompute") as error:
+                await d.generate(on_transfer_failure="hope")
+            assert (error.value.code, error.value.field) == (Code.INVALID_ARGUMENT, "on_transfer_failure")
+            assert (await d.complete(headers={"X-Headrace-On-Transfer-Failure": "hope"})).status_code == 400
             await w.assert_drained()
 
     run(main())

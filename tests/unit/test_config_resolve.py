@@ -224,6 +224,14 @@ def test_a_fallback_reaches_the_gateway_and_its_key_is_not_shown(tmp_path: Path)
     assert GatewaySpec.model_validate_json(deployment.gateways[0].model_dump_json()) == deployment.gateways[0]
 
 
+def test_what_becomes_of_failed_hand_offs_reaches_every_gateway() -> None:
+    assert deploy().gateways[0].on_transfer_failure == "auto"
+    told = deploy({"kv_transfer.on_failure": "local_recompute", "gateway.replicas": 2})
+    assert [gateway.on_transfer_failure for gateway in told.gateways] == ["local_recompute"] * 2
+    with pytest.raises(ConfigError, match="on_failure"):
+        deploy({"kv_transfer.on_failure": "hope"})
+
+
 def test_without_a_word_nobody_is_limited_but_by_the_number_of_live_requests() -> None:
     gateway = deploy().gateways[0]
     assert gateway.tenants == {} and gateway.max_live_requests == 1024 and not gateway.refuse_lost_deadlines
