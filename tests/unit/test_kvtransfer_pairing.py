@@ -250,7 +250,7 @@ async def test_a_lease_signed_for_one_request_opens_no_other() -> None:
         fields = {
             "reader": w.reader.me,
             "holder_incarnation": w.incarnation,
-            "proof": lease_proof(key, "req-1", 0, b""),
+            "proof": lease_proof(key, "req-1", 0, 0, b""),
         }
         assert w.holder.pairs.signed(pb.LeaseOpen(request_id="req-1", **fields))
         for change in ({"request_id": "req-2"}, {"attempt": 1}, {"number": 1}, {"block_hashes": b"h" * 16}):
