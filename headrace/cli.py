@@ -59,7 +59,7 @@ def serve(
     grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any free port.")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateways, all at these two ports.")] = None,
     mode: Annotated[str | None, typer.Option(help="auto, disaggregated or colocated.")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, ucx or tcp.")] = None,
+    transport: Annotated[str | None, typer.Option(help="auto, ucx, tcp or nccl.")] = None,
     backend: Annotated[str | None, typer.Option(help="ray or process.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster (`auto` or host:port).")] = None,
     exact: Annotated[bool | None, typer.Option("--exact/--no-exact", help="Outputs bit-equal in any batch.")] = None,

@@ -224,8 +224,9 @@ class PoolConfig(Section):
 
 
 class KvTransferConfig(Section):
-    transport: Literal["auto", "ucx", "tcp"] = "auto"
-    """auto: each pair of workers measures UCX, where its library is installed, and TCP, and takes the faster one."""
+    transport: Literal["auto", "ucx", "tcp", "nccl"] = "auto"
+    """auto: each pair of workers measures UCX, where its library is installed, and TCP, and takes the faster one. nccl:
+    torch.distributed, whose gloo moves KV that lies in host memory."""
     read_timeout_s: Seconds = 30.0
     read_retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Reads of one hand-off that are made again after they failed, over another lane where there is one."""

@@ -23,7 +23,7 @@ log = logging.getLogger("headrace.kvtransfer.lanes")
 
 AUTO = ("ucx", "tcp")
 """What `auto` offers, best first. Two-sided NCCL is for those who ask for it."""
-LANES = ("auto", *AUTO)
+LANES = ("auto", *AUTO, "nccl")
 
 
 @dataclass(slots=True)
@@ -100,6 +100,10 @@ async def start_lanes(
 def _make(name: str, peer_id: str, token: str, host: str, read_timeout_s: float) -> Transport:
     if name == "ucx":
         return UcxTransport(peer_id, read_timeout_s)
+    if name == "nccl":
+        from kvtransfer.transports.nccl import NcclTransport  # torch: only for those who ask for it
+
+        return NcclTransport(peer_id, token, host, read_timeout_s)
     return TcpTransport(peer_id, token, host, read_timeout_s)
 
 
