@@ -26,11 +26,11 @@ from router.auth import Authenticator
 from router.core.flight import Flight
 from router.door import DoorMetrics
 from router.siblings import Siblings
-from tests.integration.test_recovery_world import Reads, counter, prefilled, recoveries
+from tests.integration.test_recovery_world import Reads, calm_world, counter, prefilled, recoveries
 from tests.integration.test_routing_world import until
 from tests.integration.test_tool_calls import calling, check, converse
 from tests.integration.test_world import run
-from tests.world import TOKEN, Answer, World, expected, spec, world
+from tests.world import TOKEN, Answer, World, expected, spec
 from workers.core.plan import StepPlan, StepResult
 from workers.runner.fake import FakeRunner
 
@@ -57,7 +57,7 @@ async def patient_world(*roles: Role, **options: object) -> AsyncIterator[World]
 
     FakeRunner.run = run  # type: ignore[method-assign]
     try:
-        async with world(*roles, **options) as w:  # type: ignore[arg-type]
+        async with calm_world(*roles, **options) as w:  # type: ignore[arg-type]
             yield w
     finally:
         FakeRunner.run = plain  # type: ignore[method-assign]
@@ -188,7 +188,7 @@ def test_a_worker_that_dies_in_a_move_loses_no_token(victim: str) -> None:
 
 def test_a_prefill_that_is_moved_begins_elsewhere() -> None:
     async def main() -> None:
-        async with world(P, P, D, step_s=0.02) as w:
+        async with calm_world(P, P, D, step_s=0.02) as w:
             request = spec([*PROMPT, *PROMPT, *PROMPT], label="it", ignore_eos=True)
             client = asyncio.create_task(w.ask(request))
             await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
@@ -22,6 +23,13 @@ from tests.world import World, expected, spec, world
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 rng = random.Random(31)
 PROMPT = [rng.randrange(3, 260) for _ in range(150)]
+
+
+def calm_world(
+    *roles: Role, gateway: dict[str, object] | None = None, **options: object
+) -> AbstractAsyncContextManager[World]:
+    """Where a busy machine breaks no session: these tests are about the failures that they plant."""
+    return world(*roles, gateway={"liveness_s": 8.0} | (gateway or {}), liveness_s=8.0, **options)  # type: ignore[arg-type]
 
 
 class Reads:
@@ -64,7 +72,7 @@ def counter(w: World, name: str, what: str) -> float:
 @pytest.mark.parametrize("roles", [(P, D), (P, D, D)], ids=str)
 def test_a_retry_reads_what_was_computed_and_computes_nothing_again(roles: tuple[Role, ...]) -> None:
     async def main() -> None:
-        async with world(*roles, gateway={"max_attempts": 5}) as w:
+        async with calm_world(*roles, gateway={"max_attempts": 5}) as w:
             reads = [Reads(w, name, to_fail=1) for name in w.workers if name.startswith("decode")]
             request = spec(PROMPT, label="it", ignore_eos=True)
             assert (await w.ask(request)).tokens == expected(request)
@@ -79,7 +87,7 @@ def test_a_retry_reads_what_was_computed_and_computes_nothing_again(roles: tuple
 
 def test_a_decode_worker_that_cannot_read_leaves_the_request_to_another() -> None:
     async def main() -> None:
-        async with world(P, D, D) as w:
+        async with calm_world(P, D, D) as w:
             reads = Reads(w, "decode-0", to_fail=1000)
             requests = [spec([*PROMPT, 5 + i], label=f"r{i}", ignore_eos=True) for i in range(8)]
             for request in requests:
@@ -93,7 +101,7 @@ def test_a_decode_worker_that_cannot_read_leaves_the_request_to_another() -> Non
 
 def test_two_failures_of_one_pair_and_another_prefill_worker_computes_it() -> None:
     async def main() -> None:
-        async with world(P, P, D, gateway={"max_attempts": 5}) as w:
+        async with calm_world(P, P, D, gateway={"max_attempts": 5}) as w:
             reads = Reads(w, "decode-0", to_fail=2)
             request = spec(PROMPT, label="it", ignore_eos=True)
             assert (await w.ask(request)).tokens == expected(request)
@@ -109,7 +117,7 @@ def test_two_failures_of_one_pair_and_another_prefill_worker_computes_it() -> No
 @pytest.mark.parametrize("roles", [(P, P, D), (P, D)], ids=str)
 def test_a_prefill_worker_that_dies_during_the_hand_off_costs_a_prefill_and_no_token(roles: tuple[Role, ...]) -> None:
     async def main() -> None:
-        async with world(*roles) as w:
+        async with calm_world(*roles, gateway={"max_attempts": 5}) as w:
             reads = Reads(w, "decode-0", hold=True)
             request = spec(PROMPT, 24, label="it", ignore_eos=True)
             client = asyncio.create_task(w.ask(request))
@@ -119,7 +127,9 @@ def test_a_prefill_worker_that_dies_during_the_hand_off_costs_a_prefill_and_no_t
             await w.kill(victim)
             assert (await client).tokens == expected(request)
             way = OnFailure.OTHER_PREFILL if len(roles) == 3 else OnFailure.LOCAL_RECOMPUTE
-            assert [made.chosen.way for made in recoveries(w, "it")] == [way]
+            # The reader may have noticed first: then it is asked once more, in vain.
+            *before, last = [made.chosen.way for made in recoveries(w, "it")]
+            assert last is way and before in ([], [OnFailure.RETRY])
             await w.assert_drained()
 
     run(main())
@@ -127,7 +137,7 @@ def test_a_prefill_worker_that_dies_during_the_hand_off_costs_a_prefill_and_no_t
 
 def test_a_decode_worker_that_dies_during_the_hand_off_leaves_the_kv_where_it_is() -> None:
     async def main() -> None:
-        async with world(P, D, D) as w:
+        async with calm_world(P, D, D) as w:
             reads = {name: Reads(w, name, hold=True) for name in ("decode-0", "decode-1")}
             request = spec(PROMPT, 24, label="it", ignore_eos=True)
             client = asyncio.create_task(w.ask(request))
@@ -149,7 +159,7 @@ def test_a_reader_that_does_not_know_that_it_was_given_up_makes_way_for_the_next
     """Its lease is open still: without an order of the adoptions the holder would refuse the new reader."""
 
     async def main() -> None:
-        async with world(P, D, D) as w:
+        async with calm_world(P, D, D) as w:
             reads = {name: Reads(w, name, hold=True) for name in ("decode-0", "decode-1")}
             request = spec(PROMPT, 24, label="it", ignore_eos=True)
             client = asyncio.create_task(w.ask(request))
@@ -175,7 +185,7 @@ def test_a_reader_that_does_not_know_that_it_was_given_up_makes_way_for_the_next
 
 def test_a_revoked_lease_is_recomputed_where_nothing_has_to_move() -> None:
     async def main() -> None:
-        async with world(P, D) as w:
+        async with calm_world(P, D) as w:
             decode, prefill = w.workers["decode-0"].hub, w.workers["prefill-0"].hub
             reserve = decode._scheduler.reserve_adoptions
             decode._scheduler.reserve_adoptions = lambda now: []  # type: ignore[method-assign]
@@ -199,7 +209,7 @@ def test_whoever_wants_no_recovery_hears_of_the_failure_at_once(way: str) -> Non
     async def main() -> None:
         options: dict[str, object] = {"on_transfer_failure": "fail"}
         gateway, own = (options, {}) if way == "of the deployment" else ({}, options)
-        async with world(P, D, gateway=gateway) as w:
+        async with calm_world(P, D, gateway=gateway) as w:
             Reads(w, "decode-0", to_fail=1)
             began = time.monotonic()
             with pytest.raises(HeadraceError, match="transfer_failed") as error:
@@ -212,7 +222,7 @@ def test_whoever_wants_no_recovery_hears_of_the_failure_at_once(way: str) -> Non
 
 def test_a_policy_comes_through_both_doors() -> None:
     async def main() -> None:
-        async with world(P, D) as w, doors(w) as d:
+        async with calm_world(P, D) as w, doors(w) as d:
             reads = Reads(w, "decode-0", to_fail=2)
             with pytest.raises(HeadraceError) as error:
                 await d.generate(on_transfer_failure="fail")
@@ -232,7 +242,7 @@ def test_a_policy_comes_through_both_doors() -> None:
 @pytest.mark.parametrize("policy", ["retry", "other_prefill", "local_recompute"])
 def test_each_policy_gives_the_same_tokens(policy: str) -> None:
     async def main() -> None:
-        async with world(P, P, D, D) as w:
+        async with calm_world(P, P, D, D) as w:
             for name in ("decode-0", "decode-1"):
                 Reads(w, name, to_fail=1)
             requests = [spec([*PROMPT[: 40 + i]], label=f"r{i}", on_transfer_failure=policy) for i in range(6)]
@@ -248,7 +258,7 @@ def test_each_policy_gives_the_same_tokens(policy: str) -> None:
 
 def test_explain_shows_the_ways_back_with_their_times() -> None:
     async def main() -> None:
-        async with world(P, P, D) as w:
+        async with calm_world(P, P, D) as w:
             Reads(w, "decode-0", to_fail=1)
             await w.ask(spec(PROMPT, label="it"))
             shown = w.gateway.explain("t", "it")
