@@ -13,6 +13,7 @@ import pytest
 
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
+from kvtransfer.core.layout import Cut
 from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, failed_pull
 from router.core.recovery import OnFailure, Recovery
 from tests.both_doors import doors
@@ -28,8 +29,10 @@ PROMPT = [rng.randrange(3, 260) for _ in range(150)]
 def calm_world(
     *roles: Role, gateway: dict[str, object] | None = None, **options: object
 ) -> AbstractAsyncContextManager[World]:
-    """Where a busy machine breaks no session: these tests are about the failures that they plant."""
-    return world(*roles, gateway={"liveness_s": 8.0} | (gateway or {}), liveness_s=8.0, **options)  # type: ignore[arg-type]
+    """Where a busy machine breaks no session and a read is not made again within its lease: these tests are about the
+    failures that they plant."""
+    options = {"liveness_s": 8.0, "read_retries": 0} | options
+    return world(*roles, gateway={"liveness_s": 8.0} | (gateway or {}), **options)  # type: ignore[arg-type]
 
 
 class Reads:
@@ -40,10 +43,14 @@ class Reads:
         self.failed = 0
         self.held: list[Pull] = []
         self._reader = w.workers[name].hub.reader
-        self._pull = self._reader.transport.pull
-        self._reader.transport.pull = self.pull  # type: ignore[method-assign]
+        self._num_blocks = self._reader.lanes.area.first
+        lane = self._reader.lanes.first
+        self._pull = lane.pull
+        lane.pull = self.pull  # type: ignore[method-assign]
 
-    def pull(self, peer: Peer, remote_blocks: list[int], local_blocks: list[int]) -> Pull:
+    def pull(self, peer: Peer, remote_blocks: list[int], local_blocks: list[int], cut: Cut | None) -> Pull:
+        if local_blocks[0] >= self._num_blocks:
+            return self._pull(peer, remote_blocks, local_blocks, cut)  # of a probe
         if self.to_fail:
             self.to_fail -= 1
             self.failed += 1
@@ -52,7 +59,7 @@ class Reads:
             held = Pull(self._reader.loop, lambda: held.end())
             self.held.append(held)
             return held
-        return self._pull(peer, remote_blocks, local_blocks)
+        return self._pull(peer, remote_blocks, local_blocks, cut)
 
 
 def prefilled(w: World) -> float:
