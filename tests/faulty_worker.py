@@ -9,8 +9,9 @@ a fault that was armed and found no victim is not in it.
     {"do": "late", "wait_s": S}     the next read of more than nothing moves nothing until its owner gives it up, and
                                     S seconds later writes its target blocks full of noise, then ends
     {"do": "flip"}                  one bit of a block is wrong after the next read
-    {"do": "sleep", "seconds": S}   the next step takes so much longer
+    {"do": "sleep", "seconds": S}   the next step takes so much longer, in the kernel; with "busy": true as Python code
     {"do": "memory", "bytes": N}    what the machine seems to have left; null: the truth
+    {"do": "shrink", "keep": N}     all but N blocks of the pool go out of use as they become idle; null: none
     {"do": "advertise", "port": N}  readers find the TCP lane at that port from now on; answers the real one
     {"do": "disarm"}                forgets what has not happened yet
     {"do": "report"}
@@ -51,10 +52,11 @@ class Faults:
     def __init__(self) -> None:
         self.happened: Counter[str] = Counter()
         self.messages = MessageFaults(self.happened)
-        self.lane: Lane | None = None
+        self.lane: Lane
+        self.worker: Worker
         self.memory_bytes: int | None = None
         self._single: dict[str, float] = {}
-        """late, flip, sleep: armed once, with a number."""
+        """late, flip, sleep, busy: armed once, with a number."""
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any]:
         match command["do"]:
@@ -70,9 +72,11 @@ class Faults:
             case "flip":
                 self._single["flip"] = 1.0
             case "sleep":
-                self._single["sleep"] = command["seconds"]
+                self._single["busy" if command.get("busy") else "sleep"] = command["seconds"]
             case "memory":
                 self.memory_bytes = command["bytes"]
+            case "shrink":
+                self._shrink(command["keep"])
             case "advertise":
                 return {"port": self._advertise(command["port"])}
             case other:
@@ -83,8 +87,14 @@ class Faults:
         """The number that a single fault was armed with, once; 0: it is not armed."""
         return self._single.pop(name, 0.0)
 
+    def _shrink(self, keep: int | None) -> None:
+        worker = self.worker
+        with worker.engine.lock:
+            retired = 0 if keep is None else max(0, worker.pool.num_blocks - keep)
+            worker.scheduler.resize(retired, worker.scheduler.host_blocks.retired_blocks, shed=False)
+            worker.engine.wake()
+
     def _advertise(self, port: int) -> int:
-        assert self.lane is not None
         transport: Any = self.lane.transport
         parts = msgpack.unpackb(transport.descriptor())
         at = next(i for i, part in enumerate(parts) if isinstance(part, bytes))
@@ -159,6 +169,11 @@ def faulty_runner(faults: Faults, spec: WorkerSpec) -> Runner:
         if seconds := faults.take("sleep"):
             time.sleep(seconds)
             faults.happened["sleep"] += 1
+        if seconds := faults.take("busy"):
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                pass
+            faults.happened["sleep"] += 1
         return run(plan)
 
     runner.run = slow  # type: ignore[method-assign]
@@ -181,7 +196,8 @@ def install(faults: Faults, spec: WorkerSpec) -> Worker:
 
     workers.main.make_transport = make_faulty  # type: ignore[assignment]
     workers.main.available_bytes = left_bytes  # type: ignore[attr-defined]
-    return Worker(spec, lambda spec: faulty_runner(faults, spec))
+    faults.worker = Worker(spec, lambda spec: faulty_runner(faults, spec))
+    return faults.worker
 
 
 def obey_stdin(faults: Faults) -> None:
