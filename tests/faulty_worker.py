@@ -8,7 +8,7 @@ a fault that was armed and found no victim is not in it.
                                                          V: drop | duplicate | reorder (goes out behind the next one)
     {"do": "late", "wait_s": S}     the next read of more than nothing moves nothing until its owner gives it up, and
                                     S seconds later writes its target blocks full of noise, then ends
-    {"do": "flip"}                  one bit of a block is wrong after the next read
+    {"do": "flip"}                  one bit of a block, of a number's exponent, is wrong after the next read
     {"do": "sleep", "seconds": S}   the next step takes so much longer, in the kernel; with "busy": true as Python code
     {"do": "memory", "bytes": N}    what the machine seems to have left; null: the truth
     {"do": "shrink", "keep": N}     all but N blocks of the pool go out of use as they become idle; null: none
@@ -118,7 +118,7 @@ class FaultyReads:
         if remote_blocks and (wait_s := self._faults.take("late")):
             return self._late(list(local_blocks), wait_s)
         pull: Pull = self._real(peer, remote_blocks, local_blocks, *rest)
-        return self._flipped(pull, local_blocks[-1]) if remote_blocks and self._faults.take("flip") else pull
+        return self._flipped(pull, local_blocks[0]) if remote_blocks and self._faults.take("flip") else pull
 
     def _late(self, blocks: list[int], wait_s: float) -> Pull:
         loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ class FaultyReads:
             if future.exception() is not None:
                 pull.fail(future.exception())
                 return
-            self._pool.view(block, 1)[self._pool.block_bytes // 2] ^= 1
+            self._pool.view(block, 1)[self._pool.block_bytes // 2 | 3] ^= 0x40
             self._faults.happened["flip"] += 1
             pull.finish(future.result())
 

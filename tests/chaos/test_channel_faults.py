@@ -93,3 +93,10 @@ def test_ten_faults_lose_and_change_nothing(tmp_path: Path) -> None:
     options = OPTIONS | {"kv_cache_bytes": 8 << 20, "read_timeout_s": 1.0}
     with faulty_fleet(tiny_model(tmp_path), P, D, transport="tcp", liveness_s=1.5, **options) as running:
         drive(running, quick, TEN_FAULTS, 7, PATIENT, within_s=0.3)
+        # The positive control: a bit that turns on the way, in a deployment that does not look for it, is seen here.
+        with running.client() as client:
+            running.workers["decode-0"].ask(do="flip")
+            answer = quick.send(client, 0, quick.salt())
+            assert running.workers["decode-0"].ask(do="report")["flip"] == 1
+            assert quick.judge(0, answer).startswith("wrong")
+        running.assert_drained()
