@@ -18,7 +18,7 @@ KEPT_BLOCKS = 64
 """What is left of a pool for the fault `full`: room for one request of the greatest length."""
 FULL_BLOCKS = 27
 """A pool with less room is full: the longest request of a long run, 400 + 24 tokens, waits."""
-PROCESS = ("kill", "stop", "pause", "late", "full", "pressure")
+PROCESS = ("kill", "stop", "pause", "late", "flip", "full", "pressure")
 CONTROL = ("rst", "blackhole", "outage", "delay", "throttle", "message")
 LANE = ("rst_lane", "blackhole_lane", "throttle_lane")
 """Where KV moves over TCP; the reader finds out."""
@@ -47,9 +47,9 @@ class Fault:
         return f"{self.kind} {self.detail}".strip()
 
 
-def draw(rng: random.Random, fleet: FaultyFleet, extra: tuple[str, ...] = ()) -> Fault:
-    """Uniform over kinds, then over victims, then over links, messages and durations. `extra`: further kinds."""
-    kind = rng.choice([*PROCESS, *CONTROL, *extra, *(LANE if fleet.lanes else ())])
+def draw(rng: random.Random, fleet: FaultyFleet) -> Fault:
+    """Uniform over kinds, then over victims, then over links, messages and durations."""
+    kind = rng.choice([*PROCESS, *CONTROL, *(LANE if fleet.lanes else ())])
     names = sorted(fleet.ready)
     holders = [name for name in names if fleet.ready[name].role is Role.PREFILL]
     readers = [name for name in names if fleet.ready[name].role is Role.DECODE]

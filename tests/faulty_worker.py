@@ -37,8 +37,9 @@ import kvtransfer.holder
 import workers.main
 from headrace.control_groups import available_bytes
 from headrace.process import die_with_parent, log_to_stderr, serve
-from kvtransfer.transports.base import Pool, Pull, TransferError, TransferFault
-from kvtransfer.transports.select import Lane
+from kvtransfer.probe import ProbeArea
+from kvtransfer.transports.base import PoolBytes, Pull, TransferError, TransferFault
+from kvtransfer.transports.select import Lanes
 from tests.faulty_streams import MessageFaults, faulty_pump
 from workers.core.plan import StepPlan, StepResult
 from workers.main import Worker, torch_runner
@@ -52,7 +53,7 @@ class Faults:
     def __init__(self) -> None:
         self.happened: Counter[str] = Counter()
         self.messages = MessageFaults(self.happened)
-        self.lane: Lane
+        self.lanes: Lanes
         self.worker: Worker
         self.memory_bytes: int | None = None
         self._single: dict[str, float] = {}
@@ -95,7 +96,7 @@ class Faults:
             worker.engine.wake()
 
     def _advertise(self, port: int) -> int:
-        transport: Any = self.lane.transport
+        transport: Any = self.lanes.transports["tcp"]
         parts = msgpack.unpackb(transport.descriptor())
         at = next(i for i, part in enumerate(parts) if isinstance(part, bytes))
         host, real = msgpack.unpackb(parts[at])
@@ -107,17 +108,28 @@ class Faults:
 class FaultyReads:
     """Takes the place of a transport's `pull`."""
 
-    def __init__(self, faults: Faults, transport: Any, pool: Pool, read_timeout_s: float) -> None:
+    def __init__(
+        self,
+        faults: Faults,
+        transport: Any,
+        memory: PoolBytes,
+        block_bytes: int,
+        num_blocks: int,
+        read_timeout_s: float,
+    ) -> None:
         self._faults = faults
-        self._transport = transport
         self._real = transport.pull
-        self._pool = pool
+        self._blocks = memory.reshape(-1, block_bytes)
+        self._num_blocks = num_blocks
         self._read_timeout_s = read_timeout_s
 
     def pull(self, peer: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int], *rest: Any) -> Pull:
+        if local_blocks and local_blocks[0] >= self._num_blocks:
+            pull: Pull = self._real(peer, remote_blocks, local_blocks, *rest)  # of a probe
+            return pull
         if remote_blocks and (wait_s := self._faults.take("late")):
             return self._late(list(local_blocks), wait_s)
-        pull: Pull = self._real(peer, remote_blocks, local_blocks, *rest)
+        pull = self._real(peer, remote_blocks, local_blocks, *rest)
         return self._flipped(pull, local_blocks[0]) if remote_blocks and self._faults.take("flip") else pull
 
     def _late(self, blocks: list[int], wait_s: float) -> Pull:
@@ -131,7 +143,7 @@ class FaultyReads:
 
         def write() -> None:
             for block in blocks:
-                self._pool.view(block, 1)[:] = os.urandom(self._pool.block_bytes)
+                self._blocks[block] = np.frombuffer(os.urandom(self._blocks.shape[1]), np.uint8)
             self._faults.happened["late blocks"] += len(blocks)
             pull.end()
 
@@ -152,7 +164,7 @@ class FaultyReads:
             if future.exception() is not None:
                 pull.fail(future.exception())
                 return
-            self._pool.view(block, 1)[self._pool.block_bytes // 2 | 3] ^= 0x40
+            self._blocks[block, self._blocks.shape[1] // 2 | 3] ^= 0x40
             self._faults.happened["flip"] += 1
             pull.finish(future.result())
 
@@ -183,18 +195,19 @@ def faulty_runner(faults: Faults, spec: WorkerSpec) -> Runner:
 def install(faults: Faults, spec: WorkerSpec) -> Worker:
     for module in (kvtransfer.adoption, kvtransfer.holder):
         module.pump = faulty_pump(faults.messages, module.pump)  # type: ignore[attr-defined]
-    make_transport = workers.main.make_transport
+    start_lanes = workers.main.start_lanes
 
-    async def make_faulty(name: str, memory: np.ndarray, block_bytes: int, **options: Any) -> Lane:
-        lane = faults.lane = await make_transport(name, memory, block_bytes, **options)
-        reads = FaultyReads(faults, lane.transport, Pool(memory, block_bytes), spec.read_timeout_s)
-        lane.transport.pull = reads.pull  # type: ignore[method-assign]
-        return lane
+    async def start_faulty(name: str, memory: np.ndarray, block_bytes: int, area: ProbeArea, **options: Any) -> Lanes:
+        lanes = faults.lanes = await start_lanes(name, memory, block_bytes, area, **options)
+        for transport in lanes.transports.values():
+            reads = FaultyReads(faults, transport, memory, block_bytes, area.first, spec.read_timeout_s)
+            transport.pull = reads.pull  # type: ignore[method-assign]
+        return lanes
 
     def left_bytes() -> int:
         return available_bytes() if faults.memory_bytes is None else faults.memory_bytes
 
-    workers.main.make_transport = make_faulty  # type: ignore[assignment]
+    workers.main.start_lanes = start_faulty  # type: ignore[assignment]
     workers.main.available_bytes = left_bytes  # type: ignore[attr-defined]
     faults.worker = Worker(spec, lambda spec: faulty_runner(faults, spec))
     return faults.worker

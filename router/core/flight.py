@@ -104,7 +104,7 @@ class Flight(FlightWays):
             return []
         leg.spoke = True
         if self._move is not None and leg is self._move.source:
-            self._move.held.append((offset, token_id))
+            self._move.held.append((offset, token_id, logprobs))
             return []
         have = len(self.output_ids)
         if offset < have:
@@ -276,8 +276,8 @@ class Flight(FlightWays):
         """The source was at its end before it could wait: what it had sent counts."""
         self._move = None
         actions = [] if move.target is None else self._finish_legs("cancelled", keep=move.source)
-        for offset, token_id in move.held:
-            actions += self.token(move.source, offset, token_id, now)
+        for offset, token_id, logprobs in move.held:
+            actions += self.token(move.source, offset, token_id, now, logprobs)
         return actions
 
     def _pause(self, now: float) -> list[Action]:

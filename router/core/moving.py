@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.core.records import TokenLogprobs
 from router.core.cost import MEMORY_WAIT
 from router.core.decision import KINDS, Decision, Fetch, PlanKind, RouteAsk
 from router.core.legs import Leg
@@ -36,8 +37,8 @@ class Move:
     """Once the source waits."""
     since: float = 0.0
     """When the target was asked."""
-    held: list[tuple[int, int]] = field(default_factory=list)
-    """(offset, token) that came from the source since it was asked to wait."""
+    held: list[tuple[int, int, TokenLogprobs | None]] = field(default_factory=list)
+    """(offset, token, its log-probabilities) that came from the source since it was asked to wait."""
 
 
 def can_leave(

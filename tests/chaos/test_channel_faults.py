@@ -36,13 +36,13 @@ OPTIONS = {
 TEN_FAULTS = [
     Fault("kill", "prefill-0"),
     Fault("kill", "decode-0"),
-    Fault("stop", "prefill-0"),
     Fault("stop", "decode-0"),
     Fault("rst", "prefill-0", "all"),
+    Fault("rst_lane", "prefill-0"),
     Fault("message", "prefill-0", "drop hand_off"),
     Fault("message", "decode-0", "drop verify"),
     Fault("late", "decode-0"),
-    Fault("rst_lane", "prefill-0"),
+    Fault("flip", "decode-0"),
     Fault("full", "decode-0", lasts_s=0.5),
 ]
 
@@ -93,10 +93,6 @@ def test_ten_faults_lose_and_change_nothing(tmp_path: Path) -> None:
     options = OPTIONS | {"kv_cache_bytes": 8 << 20, "read_timeout_s": 1.0}
     with faulty_fleet(tiny_model(tmp_path), P, D, transport="tcp", liveness_s=1.5, **options) as running:
         drive(running, quick, TEN_FAULTS, 7, PATIENT, within_s=0.3)
-        # The positive control: a bit that turns on the way, in a deployment that does not look for it, is seen here.
-        with running.client() as client:
-            running.workers["decode-0"].ask(do="flip")
-            answer = quick.send(client, 0, quick.salt())
-            assert running.workers["decode-0"].ask(do="report")["flip"] == 1
-            assert quick.judge(0, answer).startswith("wrong")
+        # Without its digest the turned bit would have been used: unit/test_kvtransfer_pairing.py has that control.
+        assert sum(pair.corrupt_blocks for pair in running.worker_status("decode-0").pairs) == 1
         running.assert_drained()

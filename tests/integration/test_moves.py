@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.records import Role
+from headrace.core.records import Role, TokenLogprobs
 from headrace.sampling import SamplingParams
 from headrace.v1 import worker_pb2 as pb
 from router.api import Delta, GenerationSpec
@@ -27,7 +27,7 @@ from tests.world import World
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 MAX_TOKENS, BLOCK = 48, 16
-PLAIN = SamplingParams(MAX_TOKENS, ignore_eos=True)
+PLAIN = SamplingParams(MAX_TOKENS, ignore_eos=True, logprobs=3)
 SAMPLED = replace(PLAIN, temperature=0.9, top_p=0.95, top_k=80, min_p=0.01)
 SHAPED = replace(SAMPLED, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3, min_tokens=20)
 MAY_END = replace(SHAPED, ignore_eos=False, logit_bias=((2, 3.0),))
@@ -43,12 +43,14 @@ class Seen:
     """All that one client is told."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     finish_reasons: list[str] = field(default_factory=list)
     usage: tuple[int, int] = (0, 0)
 
     def take(self, delta: Delta) -> None:
         self.tokens += delta.token_ids
+        self.logprobs += delta.logprobs
         self.text += delta.text
         if delta.finish_reason:
             self.finish_reasons.append(delta.finish_reason)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from headrace.core.records import TokenLogprobs
-from headrace.errors import Code
+from headrace.errors import Code, HeadraceError
 from headrace.sampling import SamplingParams
 from router.core.flight import Flight
 from router.core.legs import Deliver, Ended
-from tests.unit.test_router_core import D0, D1, P0, flight, fly
+from router.core.recovery import OnFailure
+from tests.unit.test_router_core import D0, P0, P1, flight, fly
 
 TOLD = TokenLogprobs(-0.5, (11, 3), (-0.5, -1.5))
 OTHER = TokenLogprobs(-0.5, (11, 3), (-0.5, -1.25))
@@ -45,11 +46,12 @@ def test_a_token_without_them_fails_the_request_that_asked() -> None:
 
 
 def test_another_attempt_goes_on_and_its_own_first_token_is_what_repeats() -> None:
-    f = asking(exact=True)
-    p, d = fly(f, [P0, D0, D1])
+    f = asking(exact=True, on_failure=OnFailure.OTHER_PREFILL)
+    p, d = fly(f, [P0, P1, D0])
     f.token(p, 0, 11, 2.0, TOLD)
-    f.lost(d.worker, dead=True, now=3.0)
-    p2, d2 = fly(f, [P0, D0, D1])
+    f.lost(p.worker, dead=True, now=3.0)
+    f.failed(d, HeadraceError(Code.ABORTED, "broken"), "lease_broken", 3.1)
+    p2, d2 = fly(f, [P0, P1, D0])
     assert f.token(p2, 1, 12, 4.0, OTHER) == [Deliver((12,), logprobs=(OTHER,))]
     assert f.token(d2, 1, 12, 4.1, OTHER) == []
     assert failed(f.token(d2, 1, 12, 4.2, TOLD))

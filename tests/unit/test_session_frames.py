@@ -33,6 +33,7 @@ EVERYTHING = SamplingParams(
     presence_penalty=-0.3,
     frequency_penalty=2.0,
     logit_bias=((9, -100.0), (3, 0.1)),
+    logprobs=5,
 )
 
 
