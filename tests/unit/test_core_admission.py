@@ -149,7 +149,7 @@ def test_an_ask_above_the_burst_waits_for_a_full_bucket_and_is_not_starved() -> 
         (ask(num_requests=2), ROOM, admission(TenantLimits(max_concurrent_requests=1)), Reason.TOO_LARGE),
         (ask(cached_tokens=2), replace(ROOM, max_uncached_tokens=7), admission(), Reason.UNCACHED_TOKENS),
     ],
-    ids=str,
+    ids=["context", "pool", "requests", "queue", "kv", "tenant-kv", "tenant-requests", "uncached"],
 )
 def test_what_can_never_fit_is_refused_at_once_and_asking_again_is_not_advised(
     asked: Ask, room: Room, gate: Admission, reason: Reason
