@@ -57,7 +57,7 @@ class Channel:
         method = path.rpartition("/")[2]
 
         def call(request_iterator: Any = None, metadata: Any = None, timeout: float | None = None) -> Call:
-            return Call(self, method, metadata, request_serializer, response_deserializer, request_iterator)
+            return Call(self, method, metadata, response_deserializer, request_iterator)
 
         return call
 
@@ -65,7 +65,7 @@ class Channel:
         method = path.rpartition("/")[2]
 
         async def call(request: Any, metadata: Any = None, timeout: float | None = None) -> Any:
-            under = Call(self, method, metadata, request_serializer, response_deserializer, None)
+            under = Call(self, method, metadata, response_deserializer, None)
             try:
                 async with asyncio.timeout(timeout):
                     await under.write(request)
@@ -96,9 +96,9 @@ class Channel:
 class Call:
     """The client's side of a call."""
 
-    def __init__(self, channel: Channel, method: str, metadata: Any, serialize: Any, parse: Any, requests: Any) -> None:
+    def __init__(self, channel: Channel, method: str, metadata: Any, parse: Any, requests: Any) -> None:
         self._channel = channel
-        self._serialize, self._parse = serialize, parse
+        self._parse = parse
         self._status: Status | None = None
         self._half_closed = False
         self._poller: asyncio.Task[None] | None = None
@@ -159,7 +159,7 @@ class Call:
         kind = _kind(request)
         if kind == "open":
             self._stream.label = request.open.request_id
-        self._channel.wire.post(self._stream.up, Message(kind, self._serialize(request)))
+        self._channel.wire.post(self._stream.up, Message(kind, _bytes_of(request)))
 
     async def done_writing(self) -> None:
         if not self.done() and not self._half_closed and self._stream is not None:
@@ -226,7 +226,7 @@ class ServerCall:
     async def write(self, message: Any) -> None:
         if self._over:
             raise grpc.aio.UsageError("RPC already finished.")
-        self._wire.post(self._stream.down, Message(_kind(message), message.SerializeToString()))
+        self._wire.post(self._stream.down, Message(_kind(message), _bytes_of(message)))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         self._finish(Status(code, details))
@@ -262,6 +262,11 @@ class ServerCall:
             self._stream.end()
             if self._task is not None:
                 self._task.cancel()
+
+
+def _bytes_of(message: Any) -> bytes:
+    """With maps in one order, so that a seed's messages are the same in every process."""
+    return bytes(message.SerializeToString(deterministic=True))
 
 
 def _kind(message: Any) -> str:

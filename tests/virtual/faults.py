@@ -31,6 +31,7 @@ class Kind(StrEnum):
     LATE = "late"
     READ_FAILS = "read_fails"
     READ_STALLS = "read_stalls"
+    FLIP = "flip"
     CANCEL = "cancel"
     FULL = "full"
 
@@ -54,7 +55,7 @@ TRIGGERS = [
 def _fits(kind: Kind, trigger: str) -> bool:
     if kind in HOSTILE:
         return trigger in SENT
-    if kind is Kind.READ_FAILS:
+    if kind in (Kind.READ_FAILS, Kind.FLIP):
         return trigger in READ_STEPS
     if kind is Kind.CANCEL:
         return trigger not in READ_STEPS and trigger.startswith("Lease")
@@ -205,7 +206,7 @@ class Injector:
         if fault.kind is Kind.CANCEL:
             record = self._find(step.label)
             return record is not None and record.request.tenant == ROUGH and not record.ends
-        if fault.kind is Kind.READ_FAILS:
+        if fault.kind in (Kind.READ_FAILS, Kind.FLIP):
             return step.pull is not None and not step.pull.done.done()
         return True
 
@@ -313,6 +314,16 @@ class Injector:
 
         self._for_a_while(fault, worker.transport.resume)
         fault.proof = lambda: stalled
+        return True
+
+    def _flip(self, fault: Fault, step: Step, target: Process) -> bool:
+        """A bit of what this read brings is another one when its owner hears that it is done."""
+        reader, pull = self._deployment.workers.get(step.receiver.name), step.pull
+        if pull is None or pull.done.done() or reader is None or reader.process is not step.receiver:
+            return False
+        transport, before = reader.transport, reader.transport.flipped
+        transport.to_flip.add(pull)
+        fault.proof = lambda: transport.flipped > before or pull.done.exception() is not None
         return True
 
     def _cancel(self, fault: Fault, step: Step, target: Process) -> bool:

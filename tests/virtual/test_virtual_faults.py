@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvtransfer.adoption import FENCE_S
 from tests.virtual.bugs import BUGS, Plant
 from tests.virtual.faults import Fault, Kind
 from tests.virtual.run import run_seed
@@ -18,8 +19,11 @@ MOST_SEEDS = 12
 """A planted bug is caught within so many."""
 CUT = [Fault(Kind.CUT, "Lease.announce arrived", False, 1, 0.0, False)]
 STALL = [Fault(Kind.READ_STALLS, "read began", False, 2, 3.2, False)]
-FAIL = [Fault(Kind.READ_FAILS, "read began", False, 1, 0.02, False) for _ in range(10)]
+FAIL = [Fault(Kind.READ_FAILS, "read began", False, 1, 2 * FENCE_S, False) for _ in range(10)]
+"""Written late, when it is not waited for any more."""
+FLIP = [Fault(Kind.FLIP, "read began", False, 1, 0.0, False) for _ in range(3)]
 FAULTS = {
+    "digests_that_nobody_compares": FLIP,
     "targets_of_abandoned_reads_that_are_freed_at_once": FAIL,
     "a_cut_that_breaks_nothing": CUT,
     "quarantine_that_never_ends": STALL,

@@ -19,7 +19,7 @@ from kvtransfer.core.pairing import card_of
 from kvtransfer.pairing import PairClient, PairServer
 from kvtransfer.probe import ProbeArea, fill_pattern
 from kvtransfer.service import LeaseHolder, LeaseReader, LeaseSource
-from kvtransfer.transports.base import Peer, Pull, peer_name
+from kvtransfer.transports.base import Peer, PoolBytes, Pull, PullStats, peer_name
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.select import Lanes
 from tests.doors_fixtures import EOS
@@ -39,6 +39,7 @@ from workers.spec import WorkerSpec
 VOCAB = 267
 READ_BLOCK_S = 0.0005
 PROBE_BLOCKS = 2
+FAKE_BLOCK_BYTES = FakeRunner(num_blocks=1).layout.block_bytes
 MAX_MODEL_LEN = 256
 
 
@@ -88,10 +89,16 @@ class VirtualEngine(Engine):
 
 
 class WatchedTransport(MemoryTransport):
-    """Tells how far its reads are."""
+    """Tells how far its reads are, and turns a bit of what came over those in `to_flip`."""
 
     on_read: Callable[[str, str, Pull], None]
     num_blocks: int
+    memory: PoolBytes
+    flipped = 0
+
+    def __init__(self, peer_id: str, read_timeout_s: float) -> None:
+        super().__init__(peer_id, read_timeout_s)
+        self.to_flip: set[Pull] = set()
 
     def pull(
         self, peer: Peer, remote_blocks: Sequence[int], local_blocks: Sequence[int], cut: Cut | None = None
@@ -99,6 +106,16 @@ class WatchedTransport(MemoryTransport):
         pull = super().pull(peer, remote_blocks, local_blocks, cut)
         if local_blocks[0] >= self.num_blocks:
             return pull  # of a probe
+        finish = pull.finish
+
+        def finish_flipped(stats: PullStats) -> None:
+            if pull in self.to_flip:
+                self.to_flip.remove(pull)
+                self.memory[local_blocks[-1] * FAKE_BLOCK_BYTES + 5] ^= 0x10
+                self.flipped += 1
+            finish(stats)
+
+        pull.finish = finish_flipped  # type: ignore[method-assign]
         self.on_read(peer.peer_id, "began", pull)
         half_s = len(local_blocks) * READ_BLOCK_S / 2
         asyncio.get_running_loop().call_later(half_s, self.on_read, peer.peer_id, "half", pull)
@@ -138,7 +155,7 @@ class VirtualWorker:
             card_of(self.runner.identity_fields(), layout.block_size),
         )
         self.transport.num_blocks = self._num_blocks
-        memory = self.runner.lane_pool[: area.end * layout.block_bytes]
+        memory = self.transport.memory = self.runner.lane_pool[: area.end * layout.block_bytes]
         await self.transport.start(memory, layout.block_bytes)
         fill_pattern(memory, area, layout.block_bytes, name)
         lanes = Lanes(memory, layout.block_bytes, area, {self.transport.name: self.transport})
