@@ -9,6 +9,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PROTOS := $(wildcard proto/headrace/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 
+# Tests of which several processes may run at a time, and those that want the machine for themselves.
+BESIDE := -n auto --maxprocesses 4 --dist loadfile
+PURE := tests/unit tests/property tests/conformance tests/virtual
+ALONE := tests/integration tests/chaos tests/ray
+
 .PHONY: help install serve test lint chaos bench proto
 .DEFAULT_GOAL := help
 
@@ -50,7 +55,10 @@ serve: install
 	@exec $(BIN)/headrace serve $(CONFIG)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m 'not chaos'
+	@failed=0; \
+	$(BIN)/python -m pytest -m 'not chaos' $(BESIDE) $(PURE) || failed=1; \
+	$(BIN)/python -m pytest -m 'not chaos' $(ALONE) || failed=1; \
+	exit $$failed
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos
