@@ -323,7 +323,8 @@ class Injector:
             return False
         transport, before = reader.transport, reader.transport.flipped
         transport.to_flip.add(pull)
-        fault.proof = lambda: transport.flipped > before or pull.done.exception() is not None
+        # A read that never ends well brings nothing that could be wrong.
+        fault.proof = lambda: transport.flipped > before or not pull.done.done() or pull.done.exception() is not None
         return True
 
     def _cancel(self, fault: Fault, step: Step, target: Process) -> bool:
