@@ -21,15 +21,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from random import Random
+
+import numpy as np
 
 from bench.kv_end import BLOCK_TOKENS, CARD, INCARNATION, TOKEN, EndReady, EndSpec, pool_with_lanes, scattered
 from headrace.client import HeadraceClient
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.layout import KvLayout
 from kvtransfer.pairing import PairClient
+from kvtransfer.prober import PairedLane
 from kvtransfer.service import End, HandOffRecord, HandoffStats, LeaseReader
-from kvtransfer.transports.base import allocate_pool
+from kvtransfer.transports.base import PoolBytes, allocate_pool
 from kvtransfer.transports.select import Lanes
 
 LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=BLOCK_TOKENS, dtype_bytes=4)
@@ -100,24 +104,18 @@ async def _lanes(tokens: Sequence[int], rounds: int) -> None:
         source[:] = 1
         for many in tokens:
             count = -(-many // BLOCK_TOKENS)
-            speeds: dict[str, list[float]] = {"copy": [], "bare socket": []} | {p.name: [] for p in pairing.lanes}
-
-            def plain_copy(count: int = count) -> None:
-                theirs, ours, _ = ends.blocks(count)
-                memory = ends.lanes.memory
-                for remote, local in zip(theirs, ours, strict=True):
-                    memory[local * BLOCK_BYTES : (local + 1) * BLOCK_BYTES] = source[
-                        remote * BLOCK_BYTES : (remote + 1) * BLOCK_BYTES
-                    ]
-
+            ways: dict[str, Callable[[list[int], list[int]], Awaitable[object]]] = {
+                "copy": partial(_copy, ends, source),
+                "bare socket": partial(_receive, ends),
+                **{lane.name: partial(_pull, lane) for lane in pairing.lanes},
+            }
+            speeds: dict[str, list[float]] = {name: [] for name in ways}
             for _ in range(rounds):
-                speeds["copy"].append(_timed(plain_copy, count))
-                speeds["bare socket"].append(_timed(lambda count=count: _receive(ends, count), count))
-                for lane in pairing.lanes:
+                for name, way in ways.items():
                     theirs, ours, _ = ends.blocks(count)
                     began = time.perf_counter()
-                    await lane.pull(theirs, ours).done
-                    speeds[lane.name].append(count * BLOCK_BYTES / (time.perf_counter() - began) / 1e9)
+                    await way(theirs, ours)
+                    speeds[name].append(count * BLOCK_BYTES / (time.perf_counter() - began) / 1e9)
             print(f"{many} tokens, {count} blocks, {count * BLOCK_BYTES / 2**20:.0f} MiB")
             for name, base in (("copy", ""), ("ucx", "copy"), ("bare socket", ""), ("tcp", "bare socket")):
                 if name in speeds:
@@ -126,15 +124,21 @@ async def _lanes(tokens: Sequence[int], rounds: int) -> None:
         await ends.reader.leave(link)
 
 
-def _timed(work: Callable[[], None], count: int) -> float:
-    began = time.perf_counter()
-    work()
-    return count * BLOCK_BYTES / (time.perf_counter() - began) / 1e9
+async def _copy(ends: _Ends, source: PoolBytes, theirs: list[int], ours: list[int]) -> None:
+    memory = ends.lanes.memory
+    for remote, local in zip(theirs, ours, strict=True):
+        memory[local * BLOCK_BYTES : (local + 1) * BLOCK_BYTES] = source[
+            remote * BLOCK_BYTES : (remote + 1) * BLOCK_BYTES
+        ]
 
 
-def _receive(ends: _Ends, count: int) -> None:
-    _, ours, seed = ends.blocks(count)
-    ends.bare.sendall(count.to_bytes(4, "big") + seed.to_bytes(4, "big"))
+async def _pull(lane: PairedLane, theirs: list[int], ours: list[int]) -> None:
+    await lane.pull(theirs, ours).done
+
+
+async def _receive(ends: _Ends, theirs: list[int], ours: list[int]) -> None:
+    """The event loop is kept: nothing else runs here."""
+    ends.bare.sendall(len(theirs).to_bytes(4, "big") + np.asarray(theirs, "<u4").tobytes())
     view = ends.lanes.memory.data
     for block in ours:
         part = view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]

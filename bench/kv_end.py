@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
 from headrace.errors import Rejected
 from headrace.ids import RequestKey
@@ -93,15 +94,15 @@ class _Servicer(WorkerServicer):  # type: ignore[misc]
 
 
 def _send_for_ever(listener: socket.socket, spec: EndSpec, memory: PoolBytes) -> None:
-    """The bare loop: a count and a seed in, those blocks out, one after the other."""
+    """The bare loop: a count and blocks in, their bytes out, one after the other."""
     view = memory.data
     while True:
         sock, _ = listener.accept()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with sock:
-            while len(asked := sock.recv(8, socket.MSG_WAITALL)) == 8:
-                count, seed = int.from_bytes(asked[:4], "big"), int.from_bytes(asked[4:], "big")
-                for block in scattered(spec.num_blocks, count, seed):
+            while len(count := sock.recv(4, socket.MSG_WAITALL)) == 4:
+                asked = sock.recv(4 * int.from_bytes(count, "big"), socket.MSG_WAITALL)
+                for block in np.frombuffer(asked, "<u4").tolist():
                     sock.sendall(view[block * spec.block_bytes : (block + 1) * spec.block_bytes])
 
 

@@ -27,8 +27,9 @@ from kvtransfer.core.handoff import (
 )
 from kvtransfer.core.handoff import Pull as StartPull
 from kvtransfer.core.lease import HandOffRecord
-from kvtransfer.digests import changed_blocks
-from kvtransfer.pairing import UNPAIRED, PairedLane, Pairing, PairingError, PairingFault
+from kvtransfer.digests import INLINE_BYTES, changed_blocks
+from kvtransfer.pairing import UNPAIRED, Pairing, PairingError, PairingFault
+from kvtransfer.prober import PairedLane
 from kvtransfer.stream import Outbox, Over, pump
 from kvtransfer.transports.base import Pull, PullStats, TransferError, TransferFault
 from kvtransfer.wire import join_hashes, record_from_proto
@@ -51,20 +52,11 @@ class HandoffStats:
     """The one that was used last."""
     bytes_moved: int = 0
     transfer_s: float = 0.0
-    stalls: int = 0
     num_reads: int = 0
     retries: int = 0
-    failures: int = 0
-    """Reads that failed and were not made again."""
     corrupt_blocks: int = 0
     hand_off_s: float = 0.0
     """From the hand-off record's arrival to activation: what the client waits for."""
-
-    def add(self, read: PullStats) -> None:
-        self.bytes_moved += read.bytes
-        self.transfer_s += read.seconds
-        self.stalls += read.stalls
-        self.num_reads += 1
 
 
 class HandoffSink(Protocol):
@@ -105,9 +97,11 @@ class Adoption:
         self._hashes = join_hashes(hashes)
         self._handoff = Handoff(reader.block_size, is_fetch=bool(hashes), max_retries=reader.max_retries)
         self._outbox: Outbox[pb.LeaseRequest] = Outbox()
+        self._source: HolderLink | None = None
         self._pairing: Pairing | None = None
         self._pulls: dict[int, Pull] = {}
         self._stats = HandoffStats()
+        self._account = reader.account(source.worker_id)
         self._record_at = 0.0
 
     def reserved(self, local_blocks: Sequence[int], skip_blocks: int) -> None:
@@ -130,8 +124,13 @@ class Adoption:
 
     async def _run(self) -> None:
         reader, handoff = self._reader, self._handoff
-        source = await reader.enter(self._address)
+        if handoff.ended:
+            reader.forget(self)
+            return
+        source = self._source = await reader.enter(self._address)
         try:
+            if handoff.ended:
+                return
             try:
                 self._pairing = await source.pair()
             except PairingError as error:
@@ -143,7 +142,6 @@ class Adoption:
         finally:
             self._do(handoff.broken("stream"))
             await reader.leave(source)
-            reader.account(self._address.worker_id).add(self._stats)
             reader.forget(self)
 
     def _unpaired(self, error: PairingError) -> list[HandoffAction]:
@@ -175,8 +173,8 @@ class Adoption:
     async def _verdict(self, source: HolderLink, call: Any) -> list[HandoffAction]:
         """What the call's status means; the call is over."""
         code, details = await call.code(), await call.details()
-        if code is grpc.StatusCode.UNAUTHENTICATED and details == UNPAIRED:
-            source.unpair()
+        if code is grpc.StatusCode.UNAUTHENTICATED and details == UNPAIRED and self._pairing is not None:
+            source.unpair(self._pairing)
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
             return self._handoff.refused(details)
         return self._handoff.broken(code.name)
@@ -233,11 +231,13 @@ class Adoption:
                     self._outbox.put(pb.LeaseRequest(verify=verify))
                 case Activate(record):
                     self._stats.hand_off_s = self._reader.loop.time() - self._record_at
+                    self._account.exposed_s += self._stats.hand_off_s
                     self._sink.activated(record, self._stats)
                 case CloseLease(completed):
                     close = pb.LeaseClose(completed=completed, bytes_moved=self._stats.bytes_moved)
                     self._outbox.put(pb.LeaseRequest(close=close))
                     self._outbox.end()
+                    self._stop_waiting()
                 case End():
                     self._sink.ended(action)
                     if self.stream is None:
@@ -245,20 +245,28 @@ class Adoption:
                 case ReleaseQuarantine():
                     self._sink.quarantine_over()
 
+    def _stop_waiting(self) -> None:
+        """For a pairing: there is nothing to say to the holder."""
+        waits = self._source is not None and self._pairing is None
+        if waits and self.stream is not None and self.stream is not asyncio.current_task():
+            self.stream.cancel()
+
     def _pull(self, action: StartPull) -> None:
         assert self._pairing is not None
-        lane = self._pairing.lanes[0]
+        lane, stats, account = self._pairing.lanes[0], self._stats, self._account
         pull = lane.pull(action.remote_blocks, action.local_blocks)
         self._pulls[action.action_id] = pull
         self._reader.track(pull)
-        self._stats.lane = lane.name
-        self._stats.retries += action.retry > 0
+        stats.lane = lane.name
+        account.uses(lane)
+        stats.retries += action.retry > 0
+        account.retries += action.retry > 0
 
         def done(future: asyncio.Future[PullStats]) -> None:
             error = future.exception()
             if error is None:
-                self._stats.add(future.result())
-                self._arrived(action)
+                self._count(future.result())
+                self._arrived(action, lane)
             elif isinstance(error, TransferError):
                 self._reader.spawn(self._failed(action, lane, error, pull))
             else:
@@ -267,28 +275,68 @@ class Adoption:
         pull.done.add_done_callback(done)
         pull.terminal.add_done_callback(lambda _: self._terminal(action.action_id))
 
-    def _arrived(self, action: StartPull) -> None:
+    def _count(self, read: PullStats) -> None:
+        stats, account = self._stats, self._account
+        stats.bytes_moved += read.bytes
+        stats.transfer_s += read.seconds
+        stats.num_reads += 1
+        account.bytes += read.bytes
+        account.transfer_s += read.seconds
+        account.reads += 1
+        account.stalls += read.stalls
+
+    def _arrived(self, action: StartPull, lane: PairedLane) -> None:
         """The bytes are here: are they the holder's?"""
-        lanes, pairing, changed = self._reader.lanes, self._pairing, []
-        if action.digests and not self._handoff.ended and pairing is not None and pairing.digests:
-            changed = changed_blocks(lanes.memory, action.local_blocks, lanes.block_bytes, action.digests)
+        lanes, pairing, told = self._reader.lanes, self._pairing, action.digests
+        if not told or self._handoff.ended or pairing is None or not pairing.digests:
+            self._do(self._handoff.pull_done(action.action_id))
+        elif len(told) * lanes.block_bytes <= INLINE_BYTES:
+            self._compared(action, lane, changed_blocks(lanes.memory, action.local_blocks, lanes.block_bytes, told))
+        else:
+            self._reader.spawn(self._compare(action, lane))
+
+    async def _compare(self, action: StartPull, lane: PairedLane) -> None:
+        """Beside the event loop: the blocks are the hand-off's, or nobody minds what is found in them."""
+        lanes = self._reader.lanes
+        self._compared(
+            action,
+            lane,
+            await asyncio.to_thread(
+                changed_blocks, lanes.memory, action.local_blocks, lanes.block_bytes, action.digests
+            ),
+        )
+
+    def _compared(self, action: StartPull, lane: PairedLane, changed: Sequence[int]) -> None:
         if not changed:
             self._do(self._handoff.pull_done(action.action_id))
             return
         self._stats.corrupt_blocks += len(changed)
-        log.error("corrupt_blocks request=%s holder=%s blocks=%d", self._request_id, self._who, len(changed))
-        self._do(self._handoff.pull_failed(action.action_id, TransferFault.CORRUPT, True))
+        self._account.corrupt_blocks += len(changed)
+        log.error(
+            "corrupt_blocks request=%s holder=%s lane=%s blocks=%d",
+            self._request_id,
+            self._who,
+            lane.name,
+            len(changed),
+        )
+        self._go_back(action, lane, TransferFault.CORRUPT, True)
 
     async def _failed(self, action: StartPull, lane: PairedLane, error: TransferError, pull: Pull) -> None:
         """Tells the machine, once it is known whether the read may still write."""
+        if error.kind is TransferFault.CANCELLED:
+            self._do(self._handoff.pull_failed(action.action_id, error.kind, pull.terminal.done()))
+            return
+        log.warning("read_failed request=%s holder=%s lane=%s %s", self._request_id, self._who, lane.name, error)
+        if error.kind is TransferFault.PEER_LOST and self._source is not None and self._pairing is not None:
+            self._source.unpair(self._pairing)  # a connection that broke is made anew with the next pairing
+        await asyncio.wait([pull.terminal], timeout=FENCE_S)
+        self._go_back(action, lane, error.kind, pull.terminal.done())
+
+    def _go_back(self, action: StartPull, lane: PairedLane, kind: TransferFault, terminal: bool) -> None:
         assert self._pairing is not None
-        if error.kind is not TransferFault.CANCELLED:
-            log.warning("read_failed request=%s holder=%s lane=%s %s", self._request_id, self._who, lane.name, error)
-            self._pairing.demote(lane)
-            await asyncio.wait([pull.terminal], timeout=FENCE_S)
-        actions = self._handoff.pull_failed(action.action_id, error.kind, pull.terminal.done())
-        is_over = not any(isinstance(each, StartPull) for each in actions)
-        self._stats.failures += error.kind is not TransferFault.CANCELLED and is_over
+        self._pairing.demote(lane)
+        actions = self._handoff.pull_failed(action.action_id, kind, terminal)
+        self._account.failures += not any(isinstance(each, StartPull) for each in actions)
         self._do(actions)
 
     @property

@@ -8,6 +8,9 @@ import xxhash
 
 from kvtransfer.transports.base import PoolBytes
 
+INLINE_BYTES = 1 << 20
+"""So much may be digested on an event loop; more belongs in a thread."""
+
 
 def block_digests(memory: PoolBytes, blocks: Sequence[int], block_bytes: int) -> list[int]:
     """XXH3-64 of each block's bytes in a pool."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -23,7 +24,7 @@ from kvtransfer.core.lease import (
     SendHeld,
     SendRevoked,
 )
-from kvtransfer.digests import block_digests
+from kvtransfer.digests import INLINE_BYTES, block_digests
 from kvtransfer.pairing import UNPAIRED, PairServer
 from kvtransfer.stream import GONE, Outbox, pump
 from kvtransfer.wire import record_to_proto, split_hashes
@@ -204,14 +205,20 @@ class LeaseHolder:
             case "open":
                 self._do(served, lease.broken())
 
+    async def _announcement(self, first: int, blocks: tuple[int, ...]) -> pb.LeaseResponse:
+        """With digests, of many blocks made beside the event loop: pinned blocks that are complete do not change."""
+        lanes, digests = self.pairs.lanes, ()
+        if self._checksums and len(blocks) * lanes.block_bytes <= INLINE_BYTES:
+            digests = block_digests(lanes.memory, blocks, lanes.block_bytes)
+        elif self._checksums:
+            digests = await asyncio.to_thread(block_digests, lanes.memory, blocks, lanes.block_bytes)
+        return pb.LeaseResponse(announce=pb.LeaseAnnounce(first_block=first, blocks=blocks, digests=digests))
+
     def _do(self, served: _Served, actions: list[LeaseAction]) -> None:
         for action in actions:
             match action:
                 case Announce(first, blocks):
-                    lanes = self.pairs.lanes
-                    digests = block_digests(lanes.memory, blocks, lanes.block_bytes) if self._checksums else ()
-                    announce = pb.LeaseAnnounce(first_block=first, blocks=blocks, digests=digests)
-                    served.outbox.put(pb.LeaseResponse(announce=announce))
+                    served.outbox.put(partial(self._announcement, first, blocks))
                 case SendHandOff(record):
                     served.outbox.put(pb.LeaseResponse(hand_off=record_to_proto(record)))
                 case SendHeld():

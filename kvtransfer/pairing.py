@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from headrace.v1 import worker_pb2 as pb
-from kvtransfer.core.layout import Cut, KvLayout
+from kvtransfer.core.layout import KvLayout
 from kvtransfer.core.pairing import (
     MAX_CARD_FIELDS,
     NONCE_BYTES,
@@ -28,13 +28,14 @@ from kvtransfer.core.pairing import (
     lease_proof,
     mismatch,
     pair_key,
+    pools_said,
     proof,
 )
 from kvtransfer.core.pull_plan import sources_of
-from kvtransfer.probe import rank_name
+from kvtransfer.prober import PairedLane, Prober
 from kvtransfer.stream import GONE
-from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, Transport, joined_pull, peer_name
-from kvtransfer.transports.select import Lanes, read_probe
+from kvtransfer.transports.base import TransferError, peer_name
+from kvtransfer.transports.select import Lanes
 
 log = logging.getLogger("headrace.kvtransfer.pairing")
 
@@ -61,24 +62,6 @@ class PairingError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class PairedLane:
-    """Over one transport: the holder's ranks that this reader needs, and which part of each block is there."""
-
-    transport: Transport
-    sources: list[tuple[Peer, Cut | None]]
-    gbps: float
-
-    @property
-    def name(self) -> str:
-        return self.transport.name
-
-    def pull(self, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Pull:
-        """Whole own blocks, from whatever ranks have their heads. See `Transport.pull`."""
-        pulls = [self.transport.pull(peer, remote_blocks, local_blocks, cut) for peer, cut in self.sources]
-        return pulls[0] if len(pulls) == 1 else joined_pull(asyncio.get_running_loop(), pulls)
-
-
-@dataclass(slots=True, eq=False)
 class Pairing:
     """One reader's side. Lanes are in the order in which reads use them."""
 
@@ -93,8 +76,8 @@ class Pairing:
         return lease_proof(self.key, request_id, attempt, number, hashes)
 
     def demote(self, lane: PairedLane) -> None:
-        """A read over it has failed: the others first."""
-        if lane is self.lanes[0] and len(self.lanes) > 1:
+        """A read over it has failed, or brought other bytes: the others first."""
+        if lane is self.lanes[0]:
             self.lanes.append(self.lanes.pop(0))
 
 
@@ -145,10 +128,10 @@ class PairServer:
         key = pair_key(self.token, reader, hello.nonce, self.me, nonce)
         await context.write(pb.PairResponse(challenge=pb.PairChallenge(nonce=nonce, proof=proof(key, b"holder"))))
         answer = await _next(context.read, "proof")
-        if answer is None or not is_proof(answer.proof, proof(key, b"reader")):
-            return grpc.StatusCode.UNAUTHENTICATED, "the reader does not know the cluster token"
-        if len(answer.card) > MAX_CARD_FIELDS:
+        if answer is not None and len(answer.card) > MAX_CARD_FIELDS:
             return grpc.StatusCode.INVALID_ARGUMENT, "protocol"
+        if answer is None or not is_proof(answer.proof, proof(key, b"reader", dict(answer.card))):
+            return grpc.StatusCode.UNAUTHENTICATED, "the reader does not know the cluster token"
         if different := mismatch(self.card, dict(answer.card)):
             log.error("pair_refused reader=%s holder=%s reason=%s", reader, self.me, different)
             return grpc.StatusCode.FAILED_PRECONDITION, different
@@ -156,9 +139,10 @@ class PairServer:
         self._keys.move_to_end(reader)
         if len(self._keys) > MAX_READERS:
             self._keys.popitem(last=False)
-        area = self.lanes.area
+        area, ranks = self.lanes.area, (self.lanes.descriptors(), *self.others)
         accepted = pb.PairAccepted(
-            ranks=[pb.RankPool(lanes=lanes) for lanes in (self.lanes.descriptors(), *self.others)],
+            ranks=[pb.RankPool(lanes=lanes) for lanes in ranks],
+            proof=proof(key, b"accepted", pools_said(ranks)),
             probe_block=area.pattern.start,
             probe_blocks=area.num_blocks,
         )
@@ -168,7 +152,7 @@ class PairServer:
 
 @dataclass
 class PairClient:
-    """The reader's side. One pairing reads its probe at a time: all use the same blocks."""
+    """The reader's side."""
 
     me: pb.PeerAddress
     token: str
@@ -181,9 +165,10 @@ class PairClient:
     degree: int = 1
     """This rank of the reader's own tensor-parallel group."""
     nonces: Callable[[int], bytes] = secrets.token_bytes
-    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _reads: set[Pull] = field(default_factory=set)
-    """Of the probe, that may still write."""
+    prober: Prober = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prober = Prober(self.lanes)
 
     async def pair(self, stub: Any, holder: pb.PeerAddress) -> Pairing:
         """Proves, compares, connects and measures. Raises PairingError."""
@@ -197,8 +182,7 @@ class PairClient:
             raise await _refusal(call) from error
         finally:
             call.cancel()
-        async with self._probing:
-            return await self._choose(key, accepted, peer_name(holder.worker_id, holder.incarnation))
+        return await self._choose(key, accepted, peer_name(holder.worker_id, holder.incarnation))
 
     async def _shake_hands(self, call: Any, holder: pb.PeerAddress) -> tuple[bytes, pb.PairAccepted]:
         nonce = self.nonces(NONCE_BYTES)
@@ -211,10 +195,13 @@ class PairClient:
         key = pair_key(self.token, peer_name(*names[0]), nonce, peer_name(*names[1]), challenge.nonce)
         if not is_proof(challenge.proof, proof(key, b"holder")):
             raise PairingError(PairingFault.REFUSED, "the holder does not know the cluster token")
-        await call.write(pb.PairRequest(proof=pb.PairProof(proof=proof(key, b"reader"), card=self.card)))
+        said = pb.PairProof(proof=proof(key, b"reader", dict(self.card)), card=self.card)
+        await call.write(pb.PairRequest(proof=said))
         accepted = await _next(call.read, "accepted")
         if accepted is None:
             raise await _refusal(call)
+        if not is_proof(accepted.proof, proof(key, b"accepted", pools_said(rank.lanes for rank in accepted.ranks))):
+            raise PairingError(PairingFault.BROKEN, "the holder's answer was changed on its way")
         return key, accepted
 
     async def _choose(self, key: bytes, accepted: pb.PairAccepted, holder: str) -> Pairing:
@@ -230,7 +217,7 @@ class PairClient:
                 continue
             try:
                 async with asyncio.timeout(self.patience_s):
-                    working.append(await self._measure(transport, holder, accepted, ranks))
+                    working.append(await self.prober.measure(transport, holder, accepted, ranks))
             except (TransferError, TimeoutError) as error:
                 failures.append(f"{name}: {str(error) or 'no answer'}")
         if not working:
@@ -249,30 +236,6 @@ class PairClient:
                 "lane_fallback reader=%s holder=%s lane=%s reason=%s", self.me.worker_id, holder, best.lane, note
             )
         return Pairing(key, working, self.degree == len(accepted.ranks) == 1, note)
-
-    async def _measure(
-        self, transport: Transport, holder: str, accepted: pb.PairAccepted, ranks: Sequence[tuple[int, Cut]]
-    ) -> PairedLane:
-        lanes = self.lanes
-        if self._reads:
-            raise TransferError(TransferFault.FAILED, "an earlier read of a probe is not over")
-        count = min(accepted.probe_blocks, lanes.area.num_blocks)
-        pattern, targets = range(accepted.probe_block, accepted.probe_block + count), lanes.area.scratch[:count]
-        sources: list[tuple[Peer, Cut | None]] = []
-        speeds = []
-        for rank, cut in ranks:
-            name = rank_name(holder, rank)
-            peer = await transport.connect(name, accepted.ranks[rank].lanes[transport.name])
-            speeds.append(
-                await read_probe(transport, peer, name, pattern, lanes.memory, lanes.block_bytes, targets, self._track)
-            )
-            is_whole = cut == Cut(0, 0, lanes.block_bytes) and peer.block_bytes == lanes.block_bytes
-            sources.append((peer, None if is_whole else cut))
-        return PairedLane(transport, sources, min(speeds))
-
-    def _track(self, pull: Pull) -> None:
-        self._reads.add(pull)
-        pull.terminal.add_done_callback(lambda _: self._reads.discard(pull))
 
 
 async def _next(read: Any, kind: str) -> Any:

@@ -1,5 +1,5 @@
-"""Blocks behind a worker's pool that no request uses: peers read the first half when they pair, the second half is what
-this worker reads into. Their content follows from the worker's name alone, so a reader knows what must arrive.
+"""Blocks behind a worker's pool that no request uses: peers read the first of them when they pair, the others are what
+this worker reads into. What peers read follows from the worker's name alone, so a reader knows what must arrive.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from kvtransfer.transports.base import PoolBytes
 PROBE_BYTES = 4 << 20
 """A lane's speed is measured over so much, and over at least one block."""
 MAX_BLOCKS = 256
+NUM_SETS = 3
+"""Of blocks to read into: a lane whose read does not end keeps one for itself."""
 _PERIOD = 4096
 
 
@@ -22,20 +24,22 @@ class ProbeArea:
     first: int
     """The pool's own blocks are those before it."""
     num_blocks: int
-    """Of each half."""
+    """Of the pattern, and of each set."""
+    num_sets: int = NUM_SETS
 
     @property
     def pattern(self) -> range:
         return range(self.first, self.first + self.num_blocks)
 
-    @property
-    def scratch(self) -> range:
-        return range(self.first + self.num_blocks, self.first + 2 * self.num_blocks)
+    def scratch(self, number: int) -> range:
+        """A set of blocks to read into."""
+        first = self.first + (1 + number) * self.num_blocks
+        return range(first, first + self.num_blocks)
 
     @property
     def end(self) -> int:
         """Blocks of pool and probe together."""
-        return self.first + 2 * self.num_blocks
+        return self.first + (1 + self.num_sets) * self.num_blocks
 
 
 def probe_area(num_blocks: int, block_bytes: int) -> ProbeArea:

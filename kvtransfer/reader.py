@@ -13,8 +13,9 @@ import grpc
 
 from headrace.v1 import worker_pb2 as pb
 from headrace.v1.worker_pb2_grpc import WorkerStub
-from kvtransfer.adoption import Adoption, HandoffSink, HandoffStats
+from kvtransfer.adoption import Adoption, HandoffSink
 from kvtransfer.pairing import PairClient, Pairing, PairingError, PairingFault
+from kvtransfer.prober import PairedLane
 from kvtransfer.transports.base import Pull
 
 CHANNEL_OPTIONS = (
@@ -23,6 +24,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 """A restarted worker may come back on the same port: its channel shares no back-off with the old one's."""
+MAX_LINKS = 256
+"""Holders to which a channel is kept though nobody uses it."""
 MAX_ACCOUNTS = 256
 """Holders of which an account is kept; names come from outside, and each is a time series in somebody's metrics."""
 
@@ -50,15 +53,8 @@ class PairAccount:
     failures: int = 0
     corrupt_blocks: int = 0
 
-    def add(self, stats: HandoffStats) -> None:
-        self.bytes += stats.bytes_moved
-        self.transfer_s += stats.transfer_s
-        self.exposed_s += stats.hand_off_s
-        self.reads += stats.num_reads
-        self.stalls += stats.stalls
-        self.retries += stats.retries
-        self.failures += stats.failures
-        self.corrupt_blocks += stats.corrupt_blocks
+    def uses(self, lane: PairedLane) -> None:
+        self.lane, self.lane_gbps = lane.name, lane.gbps
 
 
 class HolderLink:
@@ -71,6 +67,8 @@ class HolderLink:
         self.stub = WorkerStub(channel)
         self._client = client
         self._pairing: asyncio.Task[Pairing] | None = None
+        self._spent: list[PairedLane] = []
+        """Of earlier pairings; their peers may be those of a later one."""
 
     @property
     def paired(self) -> Pairing | None:
@@ -85,19 +83,25 @@ class HolderLink:
             task.add_done_callback(self._failed)
         return await asyncio.shield(task)
 
-    def unpair(self) -> None:
-        """The holder does not know this reader any more."""
-        self._pairing = None
+    def unpair(self, pairing: Pairing) -> None:
+        """The holder does not know this reader any more, or a connection is broken: who comes next pairs anew."""
+        if self.paired is pairing:
+            self._pairing = None
+            self._spent += pairing.lanes
 
-    async def close(self) -> None:
+    def give_up(self) -> None:
+        """Nobody waits for the pairing any more."""
         if self._pairing is not None:
             self._pairing.cancel()
+
+    async def close(self) -> None:
+        self.give_up()
+        if self._pairing is not None:
             await asyncio.gather(self._pairing, return_exceptions=True)
         await self.channel.close()
-        if (pairing := self.paired) is not None:
-            for lane in pairing.lanes:
-                for peer, _ in lane.sources:
-                    await lane.transport.disconnect(peer)
+        pairing = self.paired
+        for lane in (*self._spent, *(pairing.lanes if pairing else ())):
+            await lane.disconnect()
 
     def _failed(self, task: asyncio.Task[Pairing]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -120,6 +124,7 @@ class LeaseReader:
     ) -> None:
         """`max_retries`: reads of one hand-off that are made again after they failed."""
         self.client = client
+        client.prober.track = self.track
         self.me = client.me
         self.lanes = client.lanes
         self.block_size = block_size
@@ -180,13 +185,12 @@ class LeaseReader:
         try:
             pairing = await source.pair()
         except PairingError as error:
-            said.note = str(error)
+            said.note, said.refused = str(error), error.fault is PairingFault.REFUSED
         else:
             said.lane, said.note = pairing.lanes[0].name, pairing.note
             for lane in pairing.lanes:
                 said.lane_gbps[lane.name] = lane.gbps
-            account = self.account(holder.worker_id)
-            account.lane, account.lane_gbps = pairing.lanes[0].name, pairing.lanes[0].gbps
+            self.account(holder.worker_id).uses(pairing.lanes[0])
         finally:
             await self.leave(source)
         told(said)
@@ -195,6 +199,8 @@ class LeaseReader:
         """Cancels all adoptions and closes all streams and channels. The lanes stay open."""
         for adoption in list(self._live):
             adoption.cancel_now()
+        for source in self._sources.values():
+            source.give_up()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(
@@ -218,15 +224,22 @@ class LeaseReader:
     # --- for its adoptions
 
     async def enter(self, address: pb.PeerAddress) -> HolderLink:
-        """The holder's process; an earlier one under the same worker's name is forgotten."""
+        """The holder's process, however its address is written. An earlier one under the same worker's name is
+        forgotten, and of many that nobody uses the oldest.
+        """
         known = self._sources.get(address.worker_id)
-        if known is not None and known.address == address:
+        if known is not None and known.address.incarnation == address.incarnation:
             known.users += 1
             return known
         fresh = self._sources[address.worker_id] = HolderLink(address, self._dial(address.address), self.client)
         fresh.users = 1
         if known is not None:
             await self._retire(known)
+        if len(self._sources) > MAX_LINKS:
+            unused = next((link for link in self._sources.values() if link.users == 0), None)
+            if unused is not None:
+                del self._sources[unused.address.worker_id]
+                await self._retire(unused)
         return fresh
 
     async def leave(self, source: HolderLink) -> None:

@@ -44,15 +44,16 @@ class Outbox(Generic[M]):
     """Messages of one stream in order, then its deliberate end."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[M | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[M | Callable[[], Awaitable[M]] | None] = asyncio.Queue()
 
-    def put(self, message: M) -> None:
+    def put(self, message: M | Callable[[], Awaitable[M]]) -> None:
+        """A message, or what makes it when its turn has come: those behind it wait."""
         self._queue.put_nowait(message)
 
     def end(self) -> None:
         self._queue.put_nowait(None)
 
-    async def get(self) -> M | None:
+    async def get(self) -> M | Callable[[], Awaitable[M]] | None:
         return await self._queue.get()
 
 
@@ -98,6 +99,8 @@ async def pump(
                 message = heartbeat
             if message is None:
                 return
+            if callable(message):
+                message = await message()
             message.number = next(numbers)
             await write(message)
 

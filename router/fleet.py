@@ -19,6 +19,7 @@ log = logging.getLogger("headrace.router.fleet")
 
 MAX_MET = 64
 """Holders that a worker pairs with before it is asked to read from them."""
+MEET_AGAIN_S = 2.0
 
 
 class Fleet:
@@ -32,6 +33,7 @@ class Fleet:
         self._sessions: dict[str, WorkerSession] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._version = 0
+        self._again: asyncio.TimerHandle | None = None
         self._to_clear: dict[str, set[str | None]] = {}
         """What workers that could not be reached have to forget."""
 
@@ -101,7 +103,9 @@ class Fleet:
     def _introduce(self) -> None:
         """Tells workers whom they may be asked to read from; of many only some, the others pair when they must."""
         usable = [session for session in self.sessions if session.usable]
+        known = {session.key for session in usable}
         for reader in usable:
+            reader.met &= known
             holders = [
                 pb.PeerAddress(worker_id=s.key.worker_id, incarnation=s.key.incarnation, address=s.address)
                 for s in usable
@@ -118,6 +122,15 @@ class Fleet:
         words = "pair reader=%s holder=%s lane=%s measured=%s note=%s"
         log.log(level, words, session.key.worker_id, told.holder_id, told.lane or "none", measured, told.note)
         self._router.paired(session.key, holder, bool(told.lane))
+        if not told.lane and not told.refused:
+            session.met.discard(holder)
+            if self._again is None:
+                self._again = asyncio.get_running_loop().call_later(MEET_AGAIN_S, self._meet_again)
+
+    def _meet_again(self) -> None:
+        """Those that could not pair when they were introduced: whoever did not answer then may do so by now."""
+        self._again = None
+        self._introduce()
 
     def key(self, field: str, worker_id: str) -> WorkerKey | None:
         """None for no name. Raises HeadraceError (NOT_FOUND, of that field) when no such worker is connected."""
@@ -187,6 +200,8 @@ class Fleet:
         ]
 
     async def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
         await asyncio.gather(*(session.close() for session in self.sessions), *self._closing)
         self._sessions.clear()
 

@@ -239,7 +239,7 @@ class SessionResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., paired: _Optional[_Union[Paired, _Mapping]] = ...) -> None: ...
 
 class Paired(_message.Message):
-    __slots__ = ("holder_id", "holder_incarnation", "lane", "lane_gbps", "note")
+    __slots__ = ("holder_id", "holder_incarnation", "lane", "lane_gbps", "note", "refused")
     class LaneGbpsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -252,12 +252,14 @@ class Paired(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     LANE_GBPS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     holder_id: str
     holder_incarnation: str
     lane: str
     lane_gbps: _containers.ScalarMap[str, float]
     note: str
-    def __init__(self, holder_id: _Optional[str] = ..., holder_incarnation: _Optional[str] = ..., lane: _Optional[str] = ..., lane_gbps: _Optional[_Mapping[str, float]] = ..., note: _Optional[str] = ...) -> None: ...
+    refused: bool
+    def __init__(self, holder_id: _Optional[str] = ..., holder_incarnation: _Optional[str] = ..., lane: _Optional[str] = ..., lane_gbps: _Optional[_Mapping[str, float]] = ..., note: _Optional[str] = ..., refused: _Optional[bool] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("epoch", "from_seq", "to_seq", "snapshot", "stored", "removed")
@@ -614,14 +616,16 @@ class PairChallenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class PairAccepted(_message.Message):
-    __slots__ = ("ranks", "probe_block", "probe_blocks")
+    __slots__ = ("ranks", "probe_block", "probe_blocks", "proof")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PROBE_BLOCK_FIELD_NUMBER: _ClassVar[int]
     PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[RankPool]
     probe_block: int
     probe_blocks: int
-    def __init__(self, ranks: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., probe_block: _Optional[int] = ..., probe_blocks: _Optional[int] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., probe_block: _Optional[int] = ..., probe_blocks: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class RankPool(_message.Message):
     __slots__ = ("lanes",)

@@ -5,7 +5,7 @@ deployment, and over which lane.
     PairHello(names, nonce)            ------>
                                        <------ PairChallenge(nonce, proof)     it knows the cluster token
     PairProof(proof, card)             ------> so does the reader; the cards agree
-                                       <------ PairAccepted(lanes, probe)
+                                       <------ PairAccepted(lanes, probe, proof)
     [reads the probe's blocks over each lane]          the bytes are the holder's, and so fast
 
 The token itself never travels. The key that both have afterwards signs the reader's leases, so a lease needs no round
@@ -69,9 +69,17 @@ def pair_key(token: str, reader: str, reader_nonce: bytes, holder: str, holder_n
     return _sign(token.encode(), b"headrace pair", (reader.encode(), reader_nonce, holder.encode(), holder_nonce))
 
 
-def proof(key: bytes, side: bytes) -> bytes:
-    """What only who has the key can say."""
-    return _sign(key, side, ())
+def proof(key: bytes, side: bytes, said: Mapping[str, bytes | str] | None = None) -> bytes:
+    """What only who has the key can say, of what it says beside it."""
+    fields: list[bytes] = []
+    for name, value in sorted((said or {}).items()):
+        fields += (name.encode(), value if isinstance(value, bytes) else value.encode())
+    return _sign(key, side, fields)
+
+
+def pools_said(ranks: Iterable[Mapping[str, bytes]]) -> dict[str, bytes]:
+    """What a holder says of how its ranks are reached, by lane, as `proof` signs it."""
+    return {f"{rank}/{lane}": pool for rank, lanes in enumerate(ranks) for lane, pool in lanes.items()}
 
 
 def lease_proof(key: bytes, request_id: str, attempt: int, number: int, hashes: bytes) -> bytes:

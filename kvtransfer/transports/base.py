@@ -25,6 +25,10 @@ PoolBytes = npt.NDArray[np.uint8]
 STALL_S = 0.1
 """A read that moves nothing for this long has stalled once (counted in `PullStats.stalls`)."""
 MAX_DESCRIPTOR_BYTES = 1 << 20
+MAX_BLOCKS = 1 << 31
+"""Ids are 32 bits wide on every lane."""
+MAX_POOL_BYTES = 1 << 47
+"""What an address can be."""
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -80,6 +84,8 @@ class Descriptor:
             parts = (found.peer_id, found.num_blocks, found.block_bytes, found.details)
             if [type(part) for part in parts] != [str, int, int, bytes] or min(found.num_blocks, found.block_bytes) < 1:
                 raise ValueError("wrong types or sizes")
+            if found.num_blocks >= MAX_BLOCKS or found.num_blocks * found.block_bytes >= MAX_POOL_BYTES:
+                raise ValueError("no such pool")
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise TransferError(TransferFault.FAILED, "malformed descriptor") from error
         if found.transport != transport:

@@ -275,8 +275,8 @@ class _Puller(threading.Thread):
         part = slice(read.next, read.next + max(1, POST_BYTES // read.cut.num_bytes))
         num_bytes = len(read.local[part]) * read.cut.num_bytes
         try:
-            if read.peer.lost:
-                raise TransferError(TransferFault.PEER_LOST, "its connection broke earlier")
+            if read.peer.lost or self._peers.get(read.peer.peer_id) is not read.peer:
+                raise TransferError(TransferFault.PEER_LOST, "its connection is gone")
             handle, _ = self._own_agent().post(read.peer.peer_id, read.cut, read.remote[part], read.local[part])
         except TransferError as error:
             self._give_up(read, error)

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.core.records import Role
 from kvtransfer.pairing import PairClient, PairingError, PairingFault
+from router import fleet
+from router.core.placement import WorkerKey
 from router.worker_metrics import WorkerMetrics
 from tests.world import VOCAB, World, expected, spec, world
 from workers.runner.fake import FakeRunner
@@ -140,5 +142,43 @@ def test_when_no_pair_can_exchange_kv_requests_are_served_whole(monkeypatch: pyt
             await w.connected()
             now = {key for key in w.gateway.router.table.roster if key is not None}
             assert {key for pair in w.gateway.router.table._apart for key in pair} <= now
+
+    run(main())
+
+
+def test_a_pair_that_failed_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MEET_AGAIN_S", 0.1)
+    pair, failed = PairClient.pair, []
+
+    async def busy_at_first(self: PairClient, stub: Any, address: Any) -> Any:
+        if self.me.worker_id == "decode-0" and not failed:
+            failed.append(address.worker_id)
+            raise PairingError(PairingFault.BROKEN, "no answer")
+        return await pair(self, stub, address)
+
+    monkeypatch.setattr(PairClient, "pair", busy_at_first)
+
+    async def main() -> None:
+        async with world(P, D) as w:
+            await until(lambda: met(w, "decode-0") == {"prefill-0"})
+            await until(lambda: not w.gateway.router.table._apart)
+            assert failed == ["prefill-0"]
+            await ask_some(w)
+            assert w.workers["decode-0"].service.status(audit=False).counters["handoffs"] == 12
+
+    run(main())
+
+
+def test_workers_hear_of_each_other_however_often_they_come_back() -> None:
+    async def main() -> None:
+        async with world(P, D) as w:
+            (reader,) = (s for s in w.gateway.fleet.sessions if s.key.worker_id == "decode-0")
+            for number in range(fleet.MAX_MET + 5):
+                reader.met.add(WorkerKey("prefill-9", f"inc-{number}"))
+            await w.restart("prefill-0", P)
+            await w.connected()
+            await until(lambda: met(w, "decode-0") == {"prefill-0"})
+            now = WorkerKey("prefill-0", w.ready["prefill-0"].incarnation)
+            await until(lambda: reader.met == {now})
 
     run(main())

@@ -60,6 +60,7 @@ def held(deployment: Deployment) -> list[str]:
             "kin": len(core._kin),
             "bookings": core.router.table.total,
             "admitted": sum(map(bool, astuple(core.gate.admission.held))),
+            "pairs that cannot read from each other": len(core.router.table._apart),
         }
         found += [f"c: {gateway.name}: {n} {what}" for what, n in parts.items() if n]
         sessions = len(core.fleet.sessions)
