@@ -268,15 +268,18 @@ class Injector:
         link, before = step.link, step.link.swallowed
         if not link.streams:
             return False
-        link.dark = True
+        link.dark = was_busy = True
 
         def light() -> None:
+            nonlocal was_busy
+            was_busy = bool(link.streams)
             if fault.ends_cut:
                 self._deployment.wire.cut(link)
             self._deployment.wire.light(link)
 
         self._for_a_while(fault, light)
-        fault.proof = lambda: link.swallowed > before or fault.lasts_s < HEARD_S
+        # Where no stream is left nothing is said that could be swallowed.
+        fault.proof = lambda: link.swallowed > before or fault.lasts_s < HEARD_S or not was_busy
         return True
 
     def _slow(self, fault: Fault, step: Step, target: Process) -> bool:
