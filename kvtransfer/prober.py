@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer.core.layout import Cut
 from kvtransfer.probe import rank_name
-from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, Transport, joined_pull
+from kvtransfer.transports.base import Peer, Pull, Transport, joined_pull
 from kvtransfer.transports.select import Lanes, read_probe
 
 
@@ -48,12 +48,15 @@ class Prober:
     """Sets that somebody reads into."""
     _late: dict[Pull, int] = field(default_factory=dict)
     """Reads that may still write, and their sets."""
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def measure(
         self, transport: Transport, holder: str, accepted: pb.PairAccepted, ranks: Sequence[tuple[int, Cut]]
     ) -> PairedLane:
-        """`ranks`: the holder's that are needed, with their parts. Raises TransferError when one cannot be read."""
-        taken, works = self._take(), False
+        """`ranks`: the holder's that are needed, with their parts. Waits for a set to read into. Raises TransferError
+        when one of them cannot be read.
+        """
+        taken, works = await self._take(), False
         lane = PairedLane(transport, [], float("inf"))
         try:
             for rank, cut in ranks:
@@ -66,6 +69,7 @@ class Prober:
             works = True
         finally:
             self._busy.remove(taken)
+            self._freed.set()
             if not works:
                 await lane.disconnect()
         return lane
@@ -77,16 +81,22 @@ class Prober:
 
         def track(pull: Pull) -> None:
             self._late[pull] = taken
-            pull.terminal.add_done_callback(lambda _: self._late.pop(pull))
+            pull.terminal.add_done_callback(lambda _: self._over(pull))
             self.track(pull)
 
         return await read_probe(transport, peer, name, pattern, lanes.memory, lanes.block_bytes, targets, track)
 
-    def _take(self) -> int:
-        """A set that nobody writes. Raises TransferError when there is none just now."""
-        unsafe = {*self._busy, *self._late.values()}
-        free = next((number for number in range(self.lanes.area.num_sets) if number not in unsafe), None)
-        if free is None:
-            raise TransferError(TransferFault.FAILED, "earlier reads of probes are not over")
-        self._busy.append(free)
-        return free
+    def _over(self, pull: Pull) -> None:
+        del self._late[pull]
+        self._freed.set()
+
+    async def _take(self) -> int:
+        """A set that nobody writes, as soon as there is one."""
+        while True:
+            unsafe = {*self._busy, *self._late.values()}
+            for number in range(self.lanes.area.num_sets):
+                if number not in unsafe:
+                    self._busy.append(number)
+                    return number
+            self._freed.clear()
+            await self._freed.wait()

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.v1 import worker_pb2 as pb
 from kvtransfer import adoption, holder
+from kvtransfer.core.layout import Cut
 from kvtransfer.core.pairing import Measured, card_of, fastest, lease_proof, mismatch, pair_key, proof
 from kvtransfer.pairing import PairingError
 from kvtransfer.reader import MAX_LINKS
@@ -393,3 +394,20 @@ async def test_what_either_side_says_beside_its_proof_cannot_be_changed() -> Non
                 await link.pair()
             await w.reader.leave(link)
             w.holder.pairs._pair = serve  # type: ignore[method-assign]
+
+
+@in_loop
+async def test_more_pairings_than_sets_to_read_into_take_their_turns() -> None:
+    async with world() as w:
+        prober, accepted = (
+            w.reader.client.prober,
+            pb.PairAccepted(
+                ranks=[pb.RankPool(lanes=w.holder_lanes.descriptors())],
+                probe_block=w.holder_lanes.area.pattern.start,
+                probe_blocks=4,
+            ),
+        )
+        ranks = [(0, Cut(0, 0, w.reader_lanes.block_bytes))]
+        name = w.holder_lanes.first.peer_id
+        lanes = await asyncio.gather(*(prober.measure(w.reader_lane, name, accepted, ranks) for _ in range(10)))
+        assert all(lane.gbps > 0 for lane in lanes)
