@@ -44,7 +44,7 @@ from router.core.legs import (
     SubmitTo,
 )
 from router.core.placement import Mode
-from router.core.recovery import MOVED, OnFailure
+from router.core.recovery import OnFailure
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
 from router.placing import Names, Placing
@@ -314,14 +314,10 @@ class Gateway:
     def _act(self, branch: Branch, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SubmitTo(leg, plan):
-                    if plan.reason == MOVED:
-                        self.counters.moves += 1
-                    else:
-                        self.counters.retries += branch.flight.attempt > 1
-                    self._deliver_leg(branch, action)
-                case AdoptAt(leg):
-                    self.counters.retries += action.number > 1
+                case SubmitTo(moved=moved) | AdoptAt(moved=moved):
+                    tries = action.number if isinstance(action, AdoptAt) else branch.flight.attempt
+                    self.counters.moves += moved
+                    self.counters.retries += tries > 1 and not moved
                     self._deliver_leg(branch, action)
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)

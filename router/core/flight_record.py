@@ -17,7 +17,7 @@ from headrace.sampling import SamplingParams
 from router.core.decision import Decision, RouteAsk
 from router.core.latency import Timeline
 from router.core.legs import Action, AdoptAt, Ended, FinishAt, Leg, LegKind, ResumeAt, SubmitTo
-from router.core.moving import Move
+from router.core.moving import Leave, Move
 from router.core.placement import Mode, WorkerKey
 from router.core.recovery import Failure, OnFailure, Recovery
 from router.core.router import Router
@@ -91,6 +91,8 @@ class FlightRecord:
     """Of the current plan."""
     _move: Move | None = None
     """Under way."""
+    _leave: Leave | None = None
+    """Until the next plan or adoption."""
     _left: WorkerKey | None = None
     """By the last move: avoided too."""
 
@@ -165,7 +167,7 @@ class FlightRecord:
         self.decisions.append((self.attempt, plan))
         self.prefill_worker = plan.worker.worker_id
         self.decode_worker = plan.worker.worker_id if plan.whole else ""
-        return [SubmitTo(leg, plan, plan.fetch)]
+        return [SubmitTo(leg, plan, plan.fetch, self._take_leave())]
 
     def _adopt(self, prefill: Leg, target: Decision, router: Router) -> list[Action]:
         decode = Leg(LegKind.DECODE, target.worker, router.table.address(target.worker), self.next_handle())
@@ -173,7 +175,12 @@ class FlightRecord:
         self.decisions.append((self.attempt, target))
         self.decode_worker = target.worker.worker_id
         self._adoptions += 1
-        return [AdoptAt(decode, prefill, target, self._adoptions)]
+        return [AdoptAt(decode, prefill, target, self._adoptions, self._take_leave())]
+
+    def _take_leave(self) -> bool:
+        """Whether what is sent now is a move."""
+        moves, self._leave = self._leave is not None, None
+        return moves
 
     def _finish_legs(self, reason: str, keep: Leg | None = None) -> list[Action]:
         live = [leg for leg in self.legs if leg.live and leg is not keep]
@@ -223,7 +230,7 @@ class FlightRecord:
 
     def _requeue(self, now: float) -> list[Action]:
         """Gives up the current plan; the next `place` goes on with the tokens so far."""
-        self._move = None
+        self._move = self._leave = None
         finishes = self._finish_legs("cancelled")
         if (reason := self._complete()) is not None:
             return [*finishes, *self._end(Ended(reason), now)]

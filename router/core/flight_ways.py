@@ -12,7 +12,7 @@ from headrace.errors import Code, HeadraceError
 from router.core.decision import Decision
 from router.core.flight_record import FlightRecord, FlightState
 from router.core.legs import Action, HoldAt, Leg, LegKind, ResumeAt, SubmitTo
-from router.core.moving import Move, can_leave, plan_away
+from router.core.moving import Leave, Move, can_leave, plan_away
 from router.core.placement import Mode, WorkerKey
 from router.core.recovery import LEASE_FAILURES, MOVED, REVOKED, Failure, OnFailure, recover
 from router.core.router import Router
@@ -92,11 +92,12 @@ class FlightWays(FlightRecord):
         if not can_leave(ask, worker, to, router, now, None if prefill is None else prefill.worker):
             return None
         self._left = worker
-        if self.state is FlightState.PAUSED:
-            return [*self._finish_legs("cancelled"), *self._go_on(now)]
-        if decodes:
+        if decodes and self.state is FlightState.RUNNING:
             self._move = Move(leg, to)
             return [HoldAt(leg)]
+        self._leave = Leave()
+        if self.state is FlightState.PAUSED:
+            return [*self._finish_legs("cancelled"), *self._go_on(now)]
         self.state = FlightState.QUEUED
         if prefill is not None:
             self._failure = Failure(MOVED, prefill.worker, True, self._prefill_left_ms(now))
@@ -115,7 +116,7 @@ class FlightWays(FlightRecord):
         move.target, move.since = leg, now
         self.legs.append(leg)
         self.decisions.append((self.attempt, plan))
-        return [SubmitTo(leg, plan, plan.fetch)]
+        return [SubmitTo(leg, plan, plan.fetch, moved=True)]
 
     def _moved(self, move: Move) -> list[Action]:
         """The target has what it needs."""

@@ -37,6 +37,8 @@ class SubmitTo:
     leg: Leg
     decision: Decision
     fetch: Fetch | None
+    moved: bool = False
+    """Nothing has failed: the request was to leave a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class AdoptAt:
     decision: Decision
     number: int = 1
     """Of the adoptions of this prefill, from 1: a later one takes over from those before it."""
+    moved: bool = False
+    """Nothing has failed: the request was to leave a reader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,11 @@ class Move:
     """(offset, token, its log-probabilities) that came from the source since it was asked to wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A worker was left with nothing to take along, or a reader that has nothing yet: the next plan is the move."""
+
+
 def can_leave(
     ask: RouteAsk, source: WorkerKey, to: WorkerKey | None, router: Router, now: float, holder: WorkerKey | None = None
 ) -> bool:

@@ -198,6 +198,7 @@ def test_a_prefill_that_is_moved_begins_elsewhere() -> None:
             assert flight_of(w, "it").prefill_worker != old
             assert (await client).tokens == expected(request)
             assert not recoveries(w, "it")
+            assert (w.gateway.counters.moves, w.gateway.counters.retries) == (1, 0), "a move is no attempt"
             await w.assert_drained()
 
     run(main())
@@ -214,6 +215,7 @@ def test_who_waits_for_a_tool_goes_on_elsewhere() -> None:
 
             told = await converse(w, request, leave)
             assert check(w, request, told) > 1 and moved == len(told[0].pauses)
+            assert (w.gateway.counters.moves, w.gateway.counters.retries) == (moved, 0)
             await w.assert_drained()
 
     run(main())

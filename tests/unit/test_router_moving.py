@@ -51,7 +51,7 @@ def test_the_kv_is_read_from_the_worker_that_is_left(fleet: list[Member]) -> Non
     assert submit.leg.kind is LegKind.WHOLE and submit.leg.worker.worker_id[0] == leg.worker.worker_id[0]
     assert submit.leg.worker != leg.worker
     assert submit.fetch == Fetch(leg.worker, 2), "41 of 42 tokens have KV: two full blocks"
-    assert (submit.decision.kind, submit.decision.reason) == (PlanKind.FETCH_WHOLE, MOVED)
+    assert (submit.decision.kind, submit.decision.reason, submit.moved) == (PlanKind.FETCH_WHOLE, MOVED, True)
     assert f.started(submit.leg, router(*fleet), 3.2) == [FinishAt(leg, "cancelled")]
     assert f.token(leg, 2, 50, 3.3) == [], "late frames of the old worker are dropped"
     assert f.token(submit.leg, 2, 13, 3.4) == [Deliver((13,))]
@@ -116,7 +116,7 @@ def test_both_workers_lost_is_a_failure_like_any_other() -> None:
     assert f.lost(submit.leg.worker, dead=True, now=3.3) == []
     assert f.state is FlightState.QUEUED and f.failures == 1
     [again] = f.place(router(view("c2", C0.role)), 3.4)
-    assert isinstance(again, SubmitTo) and again.decision.reason != MOVED
+    assert isinstance(again, SubmitTo) and again.decision.reason != MOVED and not again.moved
 
 
 def test_a_worker_that_is_lost_before_it_waits_is_an_ordinary_loss() -> None:
@@ -153,7 +153,10 @@ def test_what_does_not_decode_yet_is_planned_anew() -> None:
     [submit] = f.place(router(P0, D0), 1.0)
     assert f.move(P0.key, router(P0, P1, D0), 1.5) == [FinishAt(submit.leg, "cancelled")]
     [submit] = f.place(router(P0, P1, D0), 1.5)
-    assert submit.leg.worker == P1.key and f.failures == 0
+    assert isinstance(submit, SubmitTo) and submit.moved and submit.leg.worker == P1.key and f.failures == 0
+    assert f.lost(P1.key, dead=False, now=1.6) == []
+    [again] = f.place(router(P0, P1, D0), 1.7)
+    assert isinstance(again, SubmitTo) and not again.moved, "what fails behind a move is a failure"
 
 
 def test_a_hand_off_leaves_its_reader_and_keeps_its_prefill() -> None:
@@ -164,7 +167,7 @@ def test_a_hand_off_leaves_its_reader_and_keeps_its_prefill() -> None:
     assert f.move(p.worker, router(*fleet), 2.05) is None, "its KV is on its way out anyway"
     assert f.move(d.worker, router(*fleet), 2.1) == [FinishAt(d, "cancelled")]
     [adopt] = f.place(router(*fleet), 2.1)
-    assert (adopt.source, adopt.number) == (p, 2) and adopt.leg.worker != d.worker
+    assert (adopt.source, adopt.number, adopt.moved) == (p, 2, True) and adopt.leg.worker != d.worker
     assert f.failures == 0 and not f.failed_pairs
     assert f.move(adopt.leg.worker, router(P0, view("x", D0.role)._replace(key=adopt.leg.worker)), 2.2) is None
 
@@ -178,7 +181,7 @@ def test_who_waits_for_a_tool_is_planned_anew_when_it_has_answered() -> None:
     assert f.state is FlightState.PAUSED and f.answerable
     assert f.answer([7, 8], router(*fleet), 4.0) == []
     [submit] = f.place(router(*fleet), 4.0)
-    assert isinstance(submit, SubmitTo) and submit.leg.worker != leg.worker and f.failures == 0
+    assert isinstance(submit, SubmitTo) and submit.moved and submit.leg.worker != leg.worker and f.failures == 0
 
 
 def test_every_ending_ends_both_legs() -> None:
