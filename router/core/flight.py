@@ -71,7 +71,7 @@ class Flight(FlightWays):
             return self._move_on(self._move, router, now, time_left_s)
         if self._failure is not None:
             return self._recover(self._failure, router, now, time_left_s)
-        plan = router.choose(self.ask(time_left_s), now)
+        plan = self._plan(router, now, time_left_s)
         if plan is None:
             if self._refusal is not None:
                 return self._fail(self._refusal, now)

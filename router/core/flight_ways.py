@@ -12,7 +12,7 @@ from headrace.errors import Code, HeadraceError
 from router.core.decision import Decision
 from router.core.flight_record import FlightRecord, FlightState
 from router.core.legs import Action, HoldAt, Leg, LegKind, ResumeAt, SubmitTo
-from router.core.moving import Leave, Move, can_leave, plan_away
+from router.core.moving import Leave, Move, can_leave, only, plan_at, plan_away
 from router.core.placement import Mode, WorkerKey
 from router.core.recovery import LEASE_FAILURES, MOVED, REVOKED, Failure, OnFailure, recover
 from router.core.router import Router
@@ -57,7 +57,10 @@ class FlightWays(FlightRecord):
         prefill = self._leg(LegKind.PREFILL)
         failure = replace(failure, has_kv=failure.has_kv and prefill is not None)
         left = self.max_attempts - self.failures
-        found = recover(self.on_failure, failure, self.failed_pairs, self.ask(time_left_s), router, now, left)
+        ask, to = self.ask(time_left_s), None if self._leave is None else self._leave.to
+        asks = [ask] if to is None else [only(ask, {to}, router), ask]
+        ways = (recover(self.on_failure, failure, self.failed_pairs, each, router, now, left) for each in asks)
+        found = next((way for way in ways if way is not None), None)
         if found is None:
             return []
         self._failure = None
@@ -95,7 +98,7 @@ class FlightWays(FlightRecord):
         if decodes and self.state is FlightState.RUNNING:
             self._move = Move(leg, to)
             return [HoldAt(leg)]
-        self._leave = Leave()
+        self._leave = Leave(to)
         if self.state is FlightState.PAUSED:
             return [*self._finish_legs("cancelled"), *self._go_on(now)]
         self.state = FlightState.QUEUED
@@ -104,6 +107,12 @@ class FlightWays(FlightRecord):
             return self._finish_legs("cancelled", keep=prefill)
         self.timeline.attempt_lost(now)
         return self._finish_legs("cancelled")
+
+    def _plan(self, router: Router, now: float, time_left_s: float | None) -> Decision | None:
+        """A new plan, where a move was told to go while that worker can take it."""
+        ask, to = self.ask(time_left_s), None if self._leave is None else self._leave.to
+        plan = None if to is None else plan_at(ask, to, router, now)
+        return plan or router.choose(ask, now)
 
     def _move_on(self, move: Move, router: Router, now: float, time_left_s: float | None) -> list[Action]:
         """The source waits with the KV: somebody else is asked to go on."""

@@ -13,6 +13,7 @@ Does not: change the flight (`router.core.flight` does), send, or book.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from headrace.core.records import TokenLogprobs
 from router.core.cost import MEMORY_WAIT
 from router.core.decision import KINDS, Decision, Fetch, PlanKind, RouteAsk
+from router.core.fleet_table import COLOCATED, DECODE
 from router.core.legs import Leg
 from router.core.placement import Mode, WorkerKey
 from router.core.recovery import MOVED
@@ -45,15 +47,37 @@ class Move:
 class Leave:
     """A worker was left with nothing to take along, or a reader that has nothing yet: the next plan is the move."""
 
+    to: WorkerKey | None
+    """As `Move.to`."""
+
 
 def can_leave(
     ask: RouteAsk, source: WorkerKey, to: WorkerKey | None, router: Router, now: float, holder: WorkerKey | None = None
 ) -> bool:
     """Whether anybody else, or `to`, could take the request as it asks, with a `holder` adopt it from there. Books
     nothing."""
-    ask = _away(ask, source, to, router)
-    found = router.choose(ask, now) if holder is None else router.choose_decode(ask, holder, now)
-    return found is not None
+    if holder is not None:
+        return router.choose_decode(_away(ask, source, to, router), holder, now) is not None
+    ask = replace(ask, may_wait=False, excluded={*ask.excluded, source})
+    return (router.choose(ask, now) if to is None else plan_at(ask, to, router, now)) is not None
+
+
+def plan_at(ask: RouteAsk, to: WorkerKey, router: Router, now: float) -> Decision | None:
+    """To begin at `to`, and there alone where no worker can adopt from it. Books nothing. None: it cannot take it."""
+    table = router.table
+    for readers in (DECODE, COLOCATED):
+        at = np.flatnonzero(table.by_role[readers])
+        kept = {key for slot in at if (key := table.roster[slot]) is not None}
+        plan = router.choose(only(ask, {to, *kept}, router), now)
+        if plan is not None and plan.worker == to:
+            return plan
+    return router.choose(only(ask, {to}, router), now)
+
+
+def only(ask: RouteAsk, workers: Collection[WorkerKey], router: Router) -> RouteAsk:
+    """The same for these workers alone, at once."""
+    others = {key for key in router.table.roster if key is not None and key not in workers}
+    return replace(ask, may_wait=False, excluded={*ask.excluded, *others})
 
 
 def plan_away(ask: RouteAsk, source: WorkerKey, to: WorkerKey | None, router: Router, now: float) -> Decision | None:
@@ -90,5 +114,5 @@ def plan_away(ask: RouteAsk, source: WorkerKey, to: WorkerKey | None, router: Ro
 
 
 def _away(ask: RouteAsk, source: WorkerKey, to: WorkerKey | None, router: Router) -> RouteAsk:
-    others = set() if to is None else {key for key in router.table.roster if key is not None and key != to}
-    return replace(ask, may_wait=False, excluded={*ask.excluded, *others, source})
+    ask = replace(ask, may_wait=False, excluded={*ask.excluded, source})
+    return ask if to is None else only(ask, {to}, router)

@@ -9,6 +9,7 @@ from headrace.errors import Code, HeadraceError
 from router.core.decision import Fetch, PlanKind
 from router.core.flight import Flight, FlightState
 from router.core.legs import Deliver, Ended, FinishAt, HoldAt, Leg, LegKind, PauseAt, ResumeAt, SubmitTo
+from router.core.placement import Mode
 from router.core.recovery import MOVED, OnFailure
 from tests.unit.test_router_core import C0, D0, D1, P0, P1, Member, flight, fly, router, view
 
@@ -157,6 +158,53 @@ def test_what_does_not_decode_yet_is_planned_anew() -> None:
     assert f.lost(P1.key, dead=False, now=1.6) == []
     [again] = f.place(router(P0, P1, D0), 1.7)
     assert isinstance(again, SubmitTo) and not again.moved, "what fails behind a move is a failure"
+
+
+@pytest.mark.parametrize("to", ["c1", "c2", "c3"])
+def test_what_does_not_decode_yet_begins_where_it_is_told(to: str) -> None:
+    fleet = [C0, C1, view("c2", C0.role), view("c3", C0.role)]
+    f = flight()
+    [submit] = f.place(router(C0), 1.0)
+    assert f.move(C0.key, router(*fleet), 1.5, view(to, C0.role).key) == [FinishAt(submit.leg, "cancelled")]
+    [submit] = f.place(router(*fleet), 1.6)
+    assert submit.leg.worker.worker_id == to
+
+
+def test_a_prefill_that_is_told_where_to_begin_is_still_handed_on() -> None:
+    others = [view(f"p{i}", P0.role) for i in range(2, 6)]
+    for target in others:
+        f = flight(Mode.DISAGGREGATED)
+        f.place(router(P0, D0), 1.0)
+        fleet = [P0, P1, *others, D0]
+        assert f.move(P0.key, router(*fleet), 1.5, target.key) is not None
+        [submit] = f.place(router(*fleet), 1.6)
+        assert isinstance(submit, SubmitTo) and (submit.leg.kind, submit.leg.worker) == (LegKind.PREFILL, target.key)
+        [adopt] = f.started(submit.leg, router(*fleet), 1.7)
+        assert adopt.leg.worker == D0.key
+
+
+@pytest.mark.parametrize("policy", list(OnFailure))
+def test_an_adoption_goes_where_it_is_told(policy: OnFailure) -> None:
+    others = [view(f"d{i}", D0.role) for i in range(2, 6)]
+    for target in others:
+        f = flight(on_failure=policy)
+        _, d = fly(f, [P0, D0])
+        fleet = [P0, D0, D1, *others]
+        assert f.move(d.worker, router(*fleet), 1.5, target.key) == [FinishAt(d, "cancelled")]
+        sent = f.place(router(*fleet), 1.6)
+        assert sent[-1].leg.worker == target.key and sent[-1].moved
+
+
+def test_where_to_go_holds_while_somebody_is_there_and_for_one_plan() -> None:
+    c2, c3 = view("c2", C0.role), view("c3", C0.role)
+    f = flight()
+    f.place(router(C0), 1.0)
+    f.move(C0.key, router(C0, C1, c2, c3), 1.5, c3.key)
+    [submit] = f.place(router(C0, C1, c2), 1.6)
+    assert submit.leg.worker in (C1.key, c2.key), "it is gone meanwhile: anybody else"
+    f.lost(submit.leg.worker, dead=False, now=1.7)
+    [again] = f.place(router(C1, c3), 1.8)
+    assert again.leg.worker == C1.key, "as chance has it among equals, not as the move had it"
 
 
 def test_a_hand_off_leaves_its_reader_and_keeps_its_prefill() -> None:
