@@ -25,6 +25,7 @@ leg that is lost meanwhile fails nothing and counts as no attempt: behind the an
 | a token reaches the client once | `offset` against the output so far; a repeat must be equal |
 | no token is lost or changed on the way | the worker's `output_hash` at the end |
 | an ended flight has no live leg | every ending and every new plan sends Finish to the legs still live |
+| nothing is kept for a reader that has it | Finish to a prefill leg once its reader sends the second token |
 | what a prefill worker keeps for a reader is asked for or given up | `_failure` is set while such a leg waits QUEUED |
 | a request seen in `max_crashes` dead processes ends with an error | `crashed`, filled when a worker is lost |
 
@@ -128,7 +129,11 @@ class Flight(FlightWays):
         told = () if logprobs is None else (logprobs,)
         if self.ends_call is not None and self.ends_call(token_id) and self._complete() is None:
             return [Deliver((token_id,), paused=True, logprobs=told), *self._pause(now)]
-        return [Deliver((token_id,), logprobs=told)]
+        delivery: list[Action] = [Deliver((token_id,), logprobs=told)]
+        if leg.kind is LegKind.DECODE and offset == self._repeatable[0] + 1:
+            # The reader has told the holder so itself, but its word may be lost.
+            delivery += self._finish_legs("cancelled", keep=leg)
+        return delivery
 
     def prefilled(self, leg: Leg, ledger: WorkerLedger) -> None:
         if leg.live:
@@ -285,7 +290,9 @@ class Flight(FlightWays):
         self.state, self._failure = FlightState.PAUSED, None
         self.timeline.paused(now)
         leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
-        return self._finish_legs("cancelled") if leg is None or not leg.spoke else [PauseAt(leg)]
+        if leg is None or not leg.spoke:
+            return self._finish_legs("cancelled")
+        return [*self._finish_legs("cancelled", keep=leg), PauseAt(leg)]
 
     def _is_cheaper_elsewhere(self, leg: Leg, more_tokens: int, router: Router, now: float) -> bool:
         ask = self.ask()

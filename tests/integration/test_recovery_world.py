@@ -7,16 +7,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+import kvtransfer.adoption
+import kvtransfer.stream
 from headrace.core.records import Role
 from headrace.errors import Code, HeadraceError
 from kvtransfer.core.layout import Cut
 from kvtransfer.transports.base import Peer, Pull, TransferError, TransferFault, failed_pull
 from router.core.recovery import OnFailure, Recovery
 from tests.both_doors import doors
+from tests.faulty_streams import MessageFaults, faulty_pump
 from tests.integration.test_routing_world import until
 from tests.integration.test_world import run
 from tests.world import World, expected, spec, world
@@ -87,6 +91,25 @@ def test_a_retry_reads_what_was_computed_and_computes_nothing_again(roles: tuple
             assert {made.chosen.way for made in recoveries(w, "it")} == {OnFailure.RETRY}
             assert prefilled(w) == len(PROMPT)
             assert w.gateway.counters.retries == len(reads)
+            await w.assert_drained()
+
+    run(main())
+
+
+def test_a_close_that_is_lost_keeps_no_blocks_while_the_request_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = MessageFaults(Counter())
+    monkeypatch.setattr(kvtransfer.adoption, "pump", faulty_pump(faults, kvtransfer.stream.pump))
+
+    async def main() -> None:
+        async with calm_world(P, D, step_s=0.02) as w:
+            faults.arm("drop", "close")
+            request = spec(PROMPT, 60, label="it", ignore_eos=True)
+            client = asyncio.create_task(w.ask(request))
+            await until(lambda: faults.happened["drop close"] == 1)
+            holder = w.workers["prefill-0"].service
+            await until(lambda: holder.status(audit=False).used_blocks == 0 or client.done())
+            assert not client.done(), "the blocks were held to the end"
+            assert (await client).tokens == expected(request) and w.gateway.counters.retries == 0
             await w.assert_drained()
 
     run(main())

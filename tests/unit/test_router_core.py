@@ -79,6 +79,24 @@ def test_a_different_repeat_or_a_gap_fails_the_request(offset: int, token: int) 
     assert [a.leg for a in actions[:-1]] == [p, d]
 
 
+def test_a_prefill_is_given_up_once_its_reader_decodes() -> None:
+    f = flight()
+    p, d = fly(f, [P0, D0])
+    f.token(p, 0, 11, 2.0)
+    assert f.token(d, 0, 11, 2.1) == [] and p.live, "its own word may be on the way"
+    assert f.token(d, 1, 12, 2.2) == [Deliver((12,)), FinishAt(p, "cancelled")]
+    assert f.done(p, FinishReason.HANDED_OFF, WorkerLedger(), 2.3) == [], "it was, and comes too late"
+    assert f.token(d, 2, 13, 2.4) == [Deliver((13,))]
+
+
+def test_a_reader_that_speaks_before_its_prefill_leaves_it_its_word() -> None:
+    f = flight()
+    p, d = fly(f, [P0, D0])
+    assert f.token(d, 0, 11, 2.0) == [Deliver((11,))] and p.live
+    assert f.token(p, 0, 11, 2.1) == []
+    assert f.token(d, 1, 12, 2.2) == [Deliver((12,)), FinishAt(p, "cancelled")]
+
+
 def test_a_dropped_or_swapped_token_is_caught_by_the_hash_of_the_output() -> None:
     for made, fails in (([11, 12], False), ([11], True), ([11, 13], True), ([12, 11], True)):
         f = flight()

@@ -41,8 +41,9 @@ def test_a_retry_asks_another_reader_for_the_same_prefill(cause: str) -> None:
     assert isinstance(adopt, AdoptAt) and (adopt.source, adopt.number) == (p, 2)
     assert adopt.leg.worker == other(d, D0, D1).key, "rather with one that has not failed"
     assert f.attempt == 1, "the plan is the same"
-    assert f.token(adopt.leg, 0, 11, 2.2) == [] and f.token(adopt.leg, 1, 12, 2.3) == [Deliver((12,))]
-    f.done(p, FinishReason.HANDED_OFF, WorkerLedger(), 2.4)
+    assert f.token(adopt.leg, 0, 11, 2.2) == []
+    f.done(p, FinishReason.HANDED_OFF, WorkerLedger(), 2.25)
+    assert f.token(adopt.leg, 1, 12, 2.3) == [Deliver((12,))]
     ending = f.done(adopt.leg, FinishReason.LENGTH, WorkerLedger(), 2.5, token_hash([11, 12]))
     assert ending == [Ended(FinishReason.LENGTH)]
 
