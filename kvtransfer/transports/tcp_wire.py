@@ -10,6 +10,7 @@ A frame is a 4-byte length and msgpack, at most MAX_FRAME_BYTES.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import secrets
@@ -28,12 +29,17 @@ MAX_BLOCKS_A_REQUEST = 1 << 16
 MAX_HANDSHAKE_BYTES = 4 << 10
 """Before the other side has proved that it knows the token."""
 HANDSHAKE_S = 5.0
+MAX_UNPROVEN = 128
+"""Connections at a time whose other side has not proved yet that it knows the token."""
 
 
 class Listener:
-    """Accepts connections, at most `max_connections`, and runs `serve` on each that knows the token and wants this
-    process. A connection ends with its `serve`, which may raise OSError, EOFError or TransferError: its client left,
-    was silent or sent nonsense.
+    """Accepts connections and runs `serve` on each that knows the token and wants this process, at most
+    `max_connections` of them; one more is refused. A connection ends with its `serve`, which may raise OSError,
+    EOFError or TransferError: its client left, was silent or sent nonsense.
+
+    Of those that have not proved that they know the token the oldest goes when there would be more than MAX_UNPROVEN:
+    strangers who say nothing keep no peer out.
     """
 
     def __init__(
@@ -45,6 +51,9 @@ class Listener:
         self._max_connections = max_connections
         self._socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unproven: dict[asyncio.Task[None], None] = {}
+        """The oldest first."""
+        self._served: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str) -> None:
         """On a free port of this address. Raises OSError."""
@@ -74,27 +83,46 @@ class Listener:
             except OSError:  # out of descriptors or an aborted connection: not a reason to stop listening
                 await asyncio.sleep(0.05)
                 continue
-            if len(self._tasks) > self._max_connections:
-                sock.close()
-                continue
+            if len(self._unproven) >= MAX_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                oldest.cancel()
             tune(sock)
-            self._spawn(self._run(sock))
+            task = self._spawn(self._run(sock))
+            self._unproven[task] = None
+            task.add_done_callback(functools.partial(self._over, sock))
+            await asyncio.sleep(0)  # those who are in have their turns, however many stand in line
 
     async def _run(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                accepted = await welcome(sock, self._token, self._peer_id)
+                accepted = await welcome(sock, self._token, self._peer_id, self._let_in)
             if accepted:
                 await self._serve(sock)
         except (OSError, EOFError, TransferError):
             pass
-        finally:
-            sock.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _let_in(self) -> bool:
+        """The client of the running task has proved itself. False: there is no room."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._served) >= self._max_connections:
+            return False
+        self._unproven.pop(task, None)
+        self._served.add(task)
+        return True
+
+    def _over(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        """Also of a task that was cancelled before its first turn."""
+        self._unproven.pop(task, None)
+        self._served.discard(task)
+        sock.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
@@ -128,8 +156,8 @@ async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
             sock.close()
 
 
-async def welcome(sock: socket.socket, token: str, peer_id: str) -> bool:
-    """The server's part; False when the client was refused."""
+async def welcome(sock: socket.socket, token: str, peer_id: str, let_in: Callable[[], bool]) -> bool:
+    """The server's part; False when the client was refused. `let_in` is asked once it has proved itself."""
     ours = secrets.token_bytes(16)
     await send_frame(sock, {"nonce": ours})
     hello = await recv_frame(sock, MAX_HANDSHAKE_BYTES)
@@ -139,6 +167,8 @@ async def welcome(sock: socket.socket, token: str, peer_id: str) -> bool:
         refusal = "unauthenticated"
     elif wanted != peer_id:
         refusal = "stale: another incarnation listens here"
+    elif not let_in():
+        refusal = "too many connections"
     if refusal:
         await send_frame(sock, {"refused": refusal})
         return False
