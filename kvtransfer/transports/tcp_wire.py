@@ -129,7 +129,7 @@ async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
     """A connection to the process named `peer_id`, authenticated both ways.
 
     Raises TransferError: peer_lost when nobody answers, timeout after HANDSHAKE_S, failed when the other side refuses
-    or does not know the token.
+    or does not know the token, or when `host` cannot be a name.
     """
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
@@ -151,6 +151,8 @@ async def dial(host: str, port: int, token: str, peer_id: str) -> socket.socket:
         raise TransferError(TransferFault.TIMEOUT, "no answer to the handshake") from error
     except (OSError, EOFError) as error:
         raise TransferError(TransferFault.PEER_LOST, type(error).__name__) from error
+    except UnicodeError as error:  # a descriptor's host, on its way to the resolver
+        raise TransferError(TransferFault.FAILED, "malformed host") from error
     finally:
         if sock is not None:
             sock.close()

@@ -108,3 +108,13 @@ def test_one_peer_too_many_is_told_so_and_comes_in_when_another_has_left() -> No
                 sock.close()
 
     run(test())
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 300, "\ud800"], ids=["empty label", "too long", "half a character"])
+def test_a_host_that_is_no_name_is_a_refusal_like_any_other(host: str) -> None:
+    async def test() -> None:
+        with pytest.raises(TransferError, match="malformed host") as error:
+            await dial(host, 5, TOKEN, PEER)
+        assert error.value.kind is TransferFault.FAILED
+
+    run(test())
