@@ -2,7 +2,7 @@
 
     reader (decode worker)                           holder (prefill worker)
     LeaseOpen(request, attempt, incarnation) ------>
-                                             <------ LeaseOpened(lease id, transport descriptor)
+                                             <------ LeaseOpened(lease id)
                                              <------ LeaseAnnounce(blocks)   a chunk's step ended; repeated
     [reads over the transport] LeasePulled   ------>
                                              <------ HandOff(first token, ...)
@@ -10,7 +10,9 @@
                                              <------ LeaseHeld
     LeaseClose(completed)                    ------> unpins
 
-Either side may end it at any time: LeaseClose(not completed), LeaseRevoked, the stream's break, or silence.
+The two have paired before (`kvtransfer.pairing`): the reader knows where the holder's blocks lie, by lane, and signs
+LeaseOpen with the pair's key. Either side may end a lease at any time: LeaseClose(not completed), LeaseRevoked, the
+stream's break, or silence.
 
 A fetch of a prefix is the same between workers of any role: LeaseOpen names blocks by their hashes, the holder
 announces the leading run of them that it has cached, what lies below its device as it comes up, and seals it with a

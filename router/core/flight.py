@@ -81,8 +81,6 @@ class Flight(FlightWays):
 
     # ---- facts from workers
 
-    # ---- facts from workers
-
     def started(self, leg: Leg, router: Router, now: float) -> list[Action]:
         """The prefill runs: choose the decode worker from fresh load (SPEC E7)."""
         if self._move is not None and leg is self._move.target:
