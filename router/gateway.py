@@ -14,8 +14,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from headrace.clock import Clock, monotonic
 from headrace.core.records import FinishReason
@@ -45,8 +44,10 @@ from router.core.legs import (
 )
 from router.core.placement import Mode
 from router.core.recovery import OnFailure
+from router.counters import Counters
 from router.fleet import Fleet
 from router.gate import Admitted, Gate
+from router.moves import Moved, Moves
 from router.placing import Names, Placing
 from router.session import Dial, WorkerSession, dial
 from router.spec import GatewaySpec
@@ -55,25 +56,6 @@ from router.tools import Tools, call_finder, check_room, check_unused, waiting
 from router.validate import MAX_PRIORITY
 
 log = logging.getLogger("headrace.router.gateway")
-
-
-@dataclass(slots=True)
-class Counters:
-    """Requests (branches) since the start; accepted = completed + failed + cancelled + live (CASES law a)."""
-
-    accepted: int = 0
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    retries: int = 0
-    moves: int = 0
-
-
-class Moved(NamedTuple):
-    """Choices of requests that leave a worker, and that stay."""
-
-    moved: int
-    stay: int
 
 
 class Gateway:
@@ -107,6 +89,7 @@ class Gateway:
         self._live: dict[RequestId, Branch] = {}
         self._kin: Kin[Branch] = Kin()
         self._queued = self.placing.queued
+        self._moves = Moves(self.fleet, self.placing, clock, self._act, self._place)
         self._draining = False
 
     # ---- the waist
@@ -160,27 +143,8 @@ class Gateway:
         self._place(branch, now)
 
     def move(self, worker_id: str, tenant: str | None, label: str, to_id: str = "") -> Moved:
-        """Has requests leave a worker for `to_id`, or for wherever it is cheapest: those of the tenant (None: of all)
-        and label ('': all) that are there; without a worker the ones of that name wherever they are.
-
-        They go on where they are when nobody else can take them, or when their KV is being handed on just now. Raises
-        HeadraceError for workers that are not there.
-        """
-        source, to = self.fleet.key("worker_id", worker_id), self.fleet.key("to", to_id)
-        moved = stay = 0
-        for branch in list(self._live.values()):
-            if tenant not in (None, branch.spec.tenant) or label not in ("", branch.spec.label):
-                continue
-            now, flight = self._clock(), branch.flight
-            at = source or flight.at
-            if at is None or at == to or not any(leg.live and leg.worker == at for leg in flight.legs):
-                continue
-            self.placing.name_blocks(branch)
-            actions = flight.move(at, self.router, now, to)
-            moved, stay = moved + (actions is not None), stay + (actions is None)
-            self._act(branch, actions or [])
-            self._place(branch, now)
-        return Moved(moved, stay)
+        """See `router.moves.Moves`."""
+        return self._moves.move(self._live.values(), worker_id, tenant, label, to_id)
 
     def explain(self, tenant: str, label: str) -> list[RoutingDecision] | None:
         """Of a live call under this label, else of the latest one that has ended."""
@@ -314,10 +278,8 @@ class Gateway:
     def _act(self, branch: Branch, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SubmitTo(moved=moved) | AdoptAt(moved=moved):
-                    tries = action.number if isinstance(action, AdoptAt) else branch.flight.attempt
-                    self.counters.moves += moved
-                    self.counters.retries += tries > 1 and not moved
+                case SubmitTo() | AdoptAt():
+                    self.counters.sent(action, branch.flight.attempt)
                     self._deliver_leg(branch, action)
                 case FinishAt(leg, reason):
                     self._legs.pop(leg.handle, None)
@@ -375,14 +337,10 @@ class Gateway:
     def _ended(self, branch: Branch, reason: FinishReason, error: HeadraceError | None) -> None:
         self.tools.ended(branch, reason)
         self.gate.ended(branch.spec, branch.flight, branch.outlook, reason)
+        self.counters.ended(reason, error)
         if error is None:
-            self.counters.completed += 1
             self.on_completed(branch.flight)
-        elif reason is FinishReason.CANCELLED:
-            self.counters.cancelled += 1
         else:
-            self.counters.failed += 1
-        if error is not None:
             # One failed choice ends its call and cancels the others, so a failure cannot be told from a cancellation.
             now = self._clock()
             for heir in self._kin.disown(branch):
