@@ -14,7 +14,7 @@ from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
 from router.core.audit import GatewayAccount, WorkerAccount, findings
 from router.core.flight import Flight, FlightState
-from router.core.legs import AdoptAt, Deliver, Ended, FinishAt, LegKind, SubmitTo
+from router.core.legs import AdoptAt, Deliver, Ended, FinishAt, LegKind, PauseAt, SubmitTo
 from router.core.placement import Mode, WorkerKey
 from router.core.router import Router
 
@@ -95,6 +95,12 @@ def test_a_reader_that_speaks_before_its_prefill_leaves_it_its_word() -> None:
     assert f.token(d, 0, 11, 2.0) == [Deliver((11,))] and p.live
     assert f.token(p, 0, 11, 2.1) == []
     assert f.token(d, 1, 12, 2.2) == [Deliver((12,)), FinishAt(p, "cancelled")]
+
+
+def test_a_prefill_is_given_up_when_its_reader_waits_for_a_tool() -> None:
+    f = flight(ends_call=lambda token_id: token_id == 99)
+    p, d = fly(f, [P0, D0])
+    assert f.token(d, 0, 99, 2.0) == [Deliver((99,), paused=True), FinishAt(p, "cancelled"), PauseAt(d)]
 
 
 def test_a_dropped_or_swapped_token_is_caught_by_the_hash_of_the_output() -> None:
