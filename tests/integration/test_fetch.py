@@ -113,7 +113,7 @@ async def test_a_holder_with_half_of_the_prefix_gives_half() -> None:
     [
         ("lease_refused", {}),
         ("lease_refused", {"incarnation": "inc-of-yesterday"}),
-        ("lease_broken", {"address": "127.0.0.1:1"}),
+        ("lease_broken", {"worker_id": "prefill-9", "address": "127.0.0.1:1"}),
     ],
     ids=["evicted", "stale", "nobody there"],
 )
