@@ -22,6 +22,7 @@ import msgpack
 from headrace.errors import InvariantError
 from kvtransfer.core.layout import Cut
 from kvtransfer.transports.base import (
+    STALL_S,
     Descriptor,
     Peer,
     Pool,
@@ -32,6 +33,7 @@ from kvtransfer.transports.base import (
     TransferFault,
     failed_pull,
 )
+from kvtransfer.transports.tcp_bulk import receive, send
 from kvtransfer.transports.tcp_wire import (
     MAX_BLOCKS_A_REQUEST,
     Listener,
@@ -45,8 +47,6 @@ from kvtransfer.transports.tcp_wire import (
     send_frame,
 )
 
-PIECE_BYTES = 1 << 20
-"""The event loop gets a turn at least this often."""
 MAX_CONNECTIONS = 1024
 MAX_IDLE_A_PEER = 4
 
@@ -167,20 +167,21 @@ class TcpTransport:
     async def _receive(
         self, sock: socket.socket, local: list[int], cut: Cut, progress: Progress, limit: asyncio.Timeout
     ) -> None:
-        pool, loop = self._own_pool(), asyncio.get_running_loop()
-        since_yield = 0
-        for view in pool.views(local, cut.local_offset, cut.num_bytes, pool.memory.nbytes):
-            while view:
-                received = await loop.sock_recv_into(sock, view[:PIECE_BYTES])
-                if received == 0:
-                    raise EOFError
-                view = view[received:]
-                progress.moved(received, loop.time())
-                limit.reschedule(loop.time() + self._read_timeout_s)
-                since_yield += received
-                if since_yield >= PIECE_BYTES:
-                    since_yield = 0
-                    await asyncio.sleep(0)
+        loop, read_timeout_s = asyncio.get_running_loop(), self._read_timeout_s
+        told = loop.time()
+
+        def moved(num_bytes: int) -> None:
+            nonlocal told
+            now = loop.time()
+            progress.moved(num_bytes, now)
+            if now - told > STALL_S:
+                told = now
+                limit.reschedule(now + read_timeout_s)
+
+        pool = self._own_pool()
+        views = pool.views(local, cut.local_offset, cut.num_bytes, pool.memory.nbytes)
+        await receive(sock, views, len(local) * cut.num_bytes, moved)
+        limit.reschedule(loop.time() + read_timeout_s)
 
     async def _take(self, peer: TcpPeer) -> socket.socket:
         while peer.idle:
@@ -197,19 +198,13 @@ class TcpTransport:
             await self._answer(sock, await recv_frame(sock))
 
     async def _answer(self, sock: socket.socket, request: dict[str, Any]) -> None:
-        pool, loop = self._own_pool(), asyncio.get_running_loop()
+        pool = self._own_pool()
         blocks, offset, num_bytes = parse_request(request)
         if refusal := pool.refusal(blocks, offset, num_bytes):
             await send_frame(sock, {"refused": refusal})
             return
         await send_frame(sock, {})
-        since_yield = 0
-        for view in pool.views(blocks, offset, num_bytes, PIECE_BYTES):
-            await loop.sock_sendall(sock, view)
-            since_yield += len(view)
-            if since_yield >= PIECE_BYTES:
-                since_yield = 0
-                await asyncio.sleep(0)
+        await send(sock, pool.views(blocks, offset, num_bytes, pool.memory.nbytes))
 
     def _own_pool(self) -> Pool:
         if self._pool is None:

@@ -40,7 +40,7 @@ from kvtransfer.transports.base import (
 )
 from kvtransfer.transports.ucx_agent import BlockIds, Handle, PostState, UcxAgent, UnfencedError
 
-POST_BYTES = 8 << 20
+POST_BYTES = 16 << 20
 POSTS_IN_FLIGHT = 4
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 2e-3
 CLOSE_S = 1.0
