@@ -73,9 +73,11 @@ class Link:
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            if not task.done():
+            # A future is done as soon as it is cancelled: whether it came in time is asked first.
+            in_time = task.done()
+            if not in_time:
                 task.cancel()
-        if task.done() and not self.broken.done():
+        if in_time and not self.broken.done():
             return task.result()
         self.break_off(TransferError(TransferFault.TIMEOUT, f"nothing moved for {self._timeout_s} s"))
         await self.broken
