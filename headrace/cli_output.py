@@ -114,15 +114,14 @@ def print_status(answer: admin_pb2.StatusResponse) -> None:
 def _pairs(answer: admin_pb2.StatusResponse) -> Table:
     """Who has read how much KV from whom."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("reader", "from", "lane", "measured", "read", "in flight", "exposed", "reads", "again", "failed"):
+    for column in ("reader", "from", "lane", "GB/s", "MiB", "exposed", "reads", "again", "failed"):
         left = column in ("reader", "from", "lane")
         table.add_column(column, no_wrap=True, justify="left" if left else "right")
     for view in answer.workers:
         for pair in view.status.pairs:
-            speed, size = f"{pair.lane_gbps:.1f} GB/s", f"{pair.bytes / 2**20:,.1f} MiB"
-            times = (f"{1e3 * pair.transfer_s:,.0f} ms", f"{1e3 * pair.exposed_s:,.0f} ms")
+            moved = (f"{pair.lane_gbps:.1f}", f"{pair.bytes / 2**20:,.1f}", f"{1e3 * pair.exposed_s:,.0f} ms")
             counts = (str(pair.reads), str(pair.retries), str(pair.failures))
-            table.add_row(view.worker_id, pair.holder_id, pair.lane, speed, size, *times, *counts)
+            table.add_row(view.worker_id, pair.holder_id, pair.lane, *moved, *counts)
     return table
 
 

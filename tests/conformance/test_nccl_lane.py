@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import InvariantError
 from headrace.ids import random_ids
 from kvtransfer.core.layout import Cut
-from kvtransfer.transports import nccl
+from kvtransfer.transports import nccl, nccl_link
 from kvtransfer.transports.base import TransferError, TransferFault, allocate_pool
 from kvtransfer.transports.nccl import NcclTransport, pieces_of
 from kvtransfer.transports.nccl_group import Group, Staging
@@ -171,5 +171,20 @@ def test_a_piece_that_is_longer_than_agreed_is_refused(monkeypatch: pytest.Monke
                 assert await fault_of(await reader.pull_from(remote, blocks, blocks)) is TransferFault.FAILED
             await (await reader.pull_from(remote, blocks, blocks)).done
             reader.assert_holds(blocks, blocks)
+
+    run(test())
+
+
+def test_a_piece_that_is_out_of_time_ends_as_such_and_not_as_given_up() -> None:
+    """A future is done as soon as it is cancelled: the link must not take its own cancelling for an answer."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        link = object.__new__(nccl_link.Link)
+        link._timeout_s, link.broken = 0.01, loop.create_future()
+        link.break_off = link.broken.set_exception  # type: ignore[method-assign]
+        with pytest.raises(TransferError) as caught:
+            await link._unless_broken(loop.create_future())
+        assert caught.value.kind is TransferFault.TIMEOUT
 
     run(test())

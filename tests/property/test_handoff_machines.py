@@ -1,7 +1,8 @@
 """Both ends of a lease, a network and a memory, in random order with faults at any step.
 
 The world's memory is what the protocol protects: the holder overwrites its blocks as soon as they are unpinned, the
-reader gives freed blocks to others at once, and an abandoned read may still write for a while.
+reader gives freed blocks to others at once, and an abandoned read may still write for a while. Over 400 lines: all
+of it plays on that world.
 """
 
 from __future__ import annotations
