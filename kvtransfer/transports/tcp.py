@@ -33,7 +33,7 @@ from kvtransfer.transports.base import (
     TransferFault,
     failed_pull,
 )
-from kvtransfer.transports.tcp_bulk import receive, send
+from kvtransfer.transports.tcp_bulk import Sender, receive
 from kvtransfer.transports.tcp_wire import (
     MAX_BLOCKS_A_REQUEST,
     Listener,
@@ -73,6 +73,7 @@ class TcpTransport:
         self._read_timeout_s = read_timeout_s
         self._pool: Pool | None = None
         self._listener = Listener(token, peer_id, self._serve, MAX_CONNECTIONS)
+        self._sender = Sender(read_timeout_s)
         self._peers: dict[str, TcpPeer] = {}
         self._reading: set[asyncio.Task[None]] = set()
 
@@ -131,6 +132,7 @@ class TcpTransport:
             task.cancel()
         await asyncio.gather(*self._reading, return_exceptions=True)
         await self._listener.close()
+        self._sender.close()
         for peer in list(self._peers.values()):
             await self.disconnect(peer)
 
@@ -204,7 +206,8 @@ class TcpTransport:
             await send_frame(sock, {"refused": refusal})
             return
         await send_frame(sock, {})
-        await send(sock, pool.views(blocks, offset, num_bytes, pool.memory.nbytes))
+        views = pool.views(blocks, offset, num_bytes, pool.memory.nbytes)
+        await self._sender.send(sock, views, len(blocks) * num_bytes)
 
     def _own_pool(self) -> Pool:
         if self._pool is None:
