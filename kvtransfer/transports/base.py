@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import numpy.typing as npt
 
 from headrace.errors import InvariantError
 from kvtransfer.core.layout import Cut
+
+log = logging.getLogger("headrace.kvtransfer.transports")
 
 PoolBytes = npt.NDArray[np.uint8]
 STALL_S = 0.1
@@ -200,6 +203,18 @@ class Pull:
     def end(self) -> None:
         if not self.terminal.done():
             self.terminal.set_result(None)
+
+    def follow(self, reading: asyncio.Task[None]) -> None:
+        """The read ends with the task that works on it at the latest. What that did not foresee is a failure."""
+
+        def over(_: asyncio.Task[None]) -> None:
+            error = None if reading.cancelled() else reading.exception()
+            if error is not None:
+                log.error("read_broken", exc_info=error)
+                self.fail(TransferError(TransferFault.FAILED, f"{type(error).__name__}: {error}"[:200]))
+            self.abort()
+
+        reading.add_done_callback(over)
 
     def abort(self) -> None:
         """Nobody works on this read any more: given up unless it was over."""

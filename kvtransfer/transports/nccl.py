@@ -180,7 +180,7 @@ class NcclTransport:
             return failed_pull(loop, error)
         pull = Pull(loop, lambda: pull.end())
         task = _spawn(self._reads, self._read(peer, list(remote_blocks), list(local_blocks), cut, pull))
-        task.add_done_callback(lambda _: pull.abort())
+        pull.follow(task)
         return pull
 
     async def disconnect(self, peer: Peer) -> None:

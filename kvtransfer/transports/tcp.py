@@ -116,7 +116,7 @@ class TcpTransport:
         task = loop.create_task(self._read(peer, list(remote_blocks), list(local_blocks), cut, pull))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
-        task.add_done_callback(lambda _: pull.abort())
+        pull.follow(task)
         return pull
 
     async def disconnect(self, peer: Peer) -> None:

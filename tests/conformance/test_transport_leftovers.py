@@ -6,10 +6,12 @@ import asyncio
 import os
 import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from tests.lanes import LANES, over, pair, run
+from kvtransfer.transports.base import Pool, TransferFault
+from tests.lanes import LANES, MIB, fault_of, over, pair, run
 
 
 def usage() -> dict[str, int]:
@@ -67,5 +69,23 @@ def test_close_returns_everything(lane: str) -> None:
         before = usage()
         await once()
         await assert_no_more_than(before)
+
+    run(test())
+
+
+@pytest.mark.parametrize("lane", ["tcp", "nccl"])
+def test_an_error_nobody_foresaw_fails_its_read_and_no_other(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> Iterator[memoryview]:
+        raise RuntimeError("no such thing was planned")
+
+    async def test() -> None:
+        async with pair(lane, 8, MIB) as (reader, other):
+            with monkeypatch.context() as patch:
+                patch.setattr(Pool, "views", broken)
+                pull = await reader.pull_from(other, [0, 1], [0, 1])
+                assert await fault_of(pull) is TransferFault.FAILED
+                await over(pull)
+            await (await reader.pull_from(other, [2, 3], [0, 1])).done
+            reader.assert_holds([2, 3], [0, 1])
 
     run(test())
