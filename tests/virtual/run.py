@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 from headrace.core.records import Role
+from headrace.errors import HeadraceError
 from tests.virtual import laws
 from tests.virtual.deployment import DEADLINE_S, GOOD, ROUGH, Deployment, Record, request, shared_text
 from tests.virtual.faults import Fault, Injector, draw
-from tests.virtual.loop import PROCESS, VirtualLoop
+from tests.virtual.loop import PROCESS, Life, VirtualLoop
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 SHAPES = ([P, D], [P, P, D], [P, D, D], [P, P, D, D], [P, D, C], [P, P, D, D, C])
@@ -35,13 +36,16 @@ class Outcome:
     virtual_s: float = 0.0
     messages: int = 0
     exits: list[str] = field(default_factory=list)
+    moved: int = 0
+    """Requests told to leave their worker."""
 
     @property
     def laws(self) -> set[str]:
         return {finding.partition(":")[0] for finding in self.findings}
 
     def report(self) -> str:
-        lines = [f"seed {self.seed}: {len(self.findings)} findings; ends {self.ends}; {self.virtual_s:.1f} virtual s"]
+        what = f"{len(self.findings)} findings; ends {self.ends}; {self.moved} moved; {self.virtual_s:.1f} virtual s"
+        lines = [f"seed {self.seed}: {what}"]
         lines += [f"  fault {'missed' if f.applied_s is None else f'{f.applied_s:.4f}'} {f.name}" for f in self.faults]
         lines += [f"  exit {text}" for text in self.exits]
         lines += [f"  LAW {text}" for text in self.findings]
@@ -99,6 +103,7 @@ class _Run:
         injector = Injector(deployment, outcome.faults, self._find)
         injector.burst = self._burst
         self._load()
+        self._plan_moves()
         last = max(record.at_s for record in self._records)
         await deployment.until(lambda: all(r.began for r in self._records), last + 1.0)
         await deployment.until(lambda: self._over() or not injector.waiting, 8.0)
@@ -129,6 +134,18 @@ class _Run:
                 elif kind < 0.3:
                     record.slow_s = rng.uniform(0.001, 0.1)
             self._ask_later(record)
+
+    def _plan_moves(self) -> None:
+        """In some seeds somebody empties workers in the middle of it all."""
+        rng = random.Random(f"moves {self._outcome.seed}")
+        for _ in range(rng.choice((0, 0, 1, 5))):
+            self._loop.call_later(rng.uniform(0.0, 0.8), self._move, rng.choice(sorted(self.deployment.workers)))
+
+    def _move(self, worker_id: str) -> None:
+        for gateway in self.deployment.gateways.values():
+            if gateway.process.life is Life.RUNNING:
+                with suppress(HeadraceError):  # it is not connected
+                    self._outcome.moved += gateway.process.run(gateway.core.move, worker_id, None, "").moved
 
     def _burst(self) -> int:
         """More than fits: long prompts, all at once."""

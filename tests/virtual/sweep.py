@@ -26,10 +26,12 @@ class Sweep:
     """Of seeds that broke a law."""
     coverage: Coverage = field(default_factory=Coverage)
     ends: dict[str, int] = field(default_factory=dict)
+    moved: int = 0
 
     def add(self, other: Sweep) -> None:
         self.seeds += other.seeds
         self.requests += other.requests
+        self.moved += other.moved
         self.reports += other.reports
         for mine, theirs in (
             (self.coverage.applied, other.coverage.applied),
@@ -50,7 +52,7 @@ class Sweep:
         applied, missed = sum(self.coverage.applied.values()), sum(self.coverage.missed.values())
         kinds = " ".join(f"{kind.value}={n}" for kind, n in self.kinds().items())
         return (
-            f"{self.seeds} seeds, {self.requests} requests ({self.ends}), {applied} faults at "
+            f"{self.seeds} seeds, {self.requests} requests ({self.ends}; {self.moved} moved), {applied} faults at "
             f"{len(self.coverage.applied)} pairs ({kinds}), {missed} missed their trigger; "
             f"{len(self.reports)} seeds broke a law"
         )
@@ -65,7 +67,7 @@ def run_seeds(seeds: Iterable[int]) -> Sweep:
             report = [outcome.report()] if outcome.findings else []
             coverage = Coverage()
             coverage.add(outcome.faults)
-            done.add(Sweep(1, sum(outcome.ends.values()), report, coverage, outcome.ends))
+            done.add(Sweep(1, sum(outcome.ends.values()), report, coverage, outcome.ends, outcome.moved))
         return done
     finally:
         logging.disable(logging.NOTSET)
