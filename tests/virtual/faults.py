@@ -251,6 +251,8 @@ class Injector:
             parked.append(len(target.parked))
             if target.life is Life.STOPPED:
                 self._loop.continue_process(target)
+                if target.name in self._deployment.gateways:
+                    self._deployment.push_members()  # the controller tells it again what it did not take
             if stalls and worker is not None:
                 worker.transport.resume()
 
