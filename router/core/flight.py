@@ -237,7 +237,7 @@ class Flight(FlightWays):
         leg.waits = leg.live
         if self._move is not None and leg is self._move.source and leg.live:
             self._move.held.clear()
-            self.state = FlightState.QUEUED
+            self._advance(FlightState.QUEUED)
             return []
         return self._go_on(now)
 
@@ -285,7 +285,8 @@ class Flight(FlightWays):
 
     def _pause(self, now: float) -> list[Action]:
         """A leg that decodes waits, its KV perhaps too; a hand-off on its way would only go on computing."""
-        self.state, self._failure = FlightState.PAUSED, None
+        self._advance(FlightState.PAUSED)
+        self._failure = None
         self.timeline.paused(now)
         leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
         if leg is None or not leg.spoke:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.core.records import FinishReason, TokenLogprobs
-from headrace.errors import Code, HeadraceError
+from headrace.errors import Code, HeadraceError, InvariantError
 from headrace.ids import RequestId
 from headrace.sampling import SamplingParams
 from router.core.decision import Decision, RouteAsk
@@ -28,6 +28,14 @@ class FlightState(Enum):
     RUNNING = "running"
     PAUSED = "paused"
     ENDED = "ended"
+
+
+TRANSITIONS: dict[FlightState, frozenset[FlightState]] = {
+    FlightState.QUEUED: frozenset({FlightState.RUNNING, FlightState.ENDED}),
+    FlightState.RUNNING: frozenset({FlightState.QUEUED, FlightState.PAUSED, FlightState.ENDED}),
+    FlightState.PAUSED: frozenset({FlightState.QUEUED, FlightState.RUNNING, FlightState.ENDED}),
+    FlightState.ENDED: frozenset(),
+}
 
 
 @dataclass(slots=True)
@@ -153,12 +161,18 @@ class FlightRecord:
             may_wait=self.attempt == 0 and self._refusal is None,
         )
 
+    def _advance(self, to: FlightState) -> None:
+        """Along an edge of TRANSITIONS, or stays where it is; nobody else assigns the state. Raises InvariantError."""
+        if to is not self.state and to not in TRANSITIONS[self.state]:
+            raise InvariantError(f"request {self.request_id}: no edge {self.state.value} -> {to.value}")
+        self.state = to
+
     # ---- legs
 
     def _submit(self, plan: Decision, router: Router, now: float) -> list[Action]:
         self.attempt += 1
         self._adoptions = 0
-        self.state = FlightState.RUNNING
+        self._advance(FlightState.RUNNING)
         self.timeline.submitted(now)
         self.disaggregated = not plan.whole
         kind = LegKind.WHOLE if plan.whole else LegKind.PREFILL
@@ -206,14 +220,14 @@ class FlightRecord:
         leg = self._leg(LegKind.WHOLE, LegKind.DECODE)
         if leg is None:
             self._answer = None
-            self.state = FlightState.QUEUED
+            self._advance(FlightState.QUEUED)
             self.timeline.replaced(now)
             return self._finish_legs("cancelled")
         if not leg.waits:
             return []
         answer, self._answer = self._answer, None
         leg.waits, leg.keeps_kv = False, True
-        self.state = FlightState.RUNNING
+        self._advance(FlightState.RUNNING)
         return [ResumeAt(leg, answer)]
 
     # ---- endings
@@ -224,7 +238,7 @@ class FlightRecord:
     def _end(self, ended: Ended, now: float, finish: str = "cancelled") -> list[Action]:
         if self.state is FlightState.ENDED:
             return []
-        self.state = FlightState.ENDED
+        self._advance(FlightState.ENDED)
         self.timeline.ended(now)
         return [*self._finish_legs(finish), ended]
 
@@ -238,7 +252,8 @@ class FlightRecord:
         if self.failures >= self.max_attempts:
             error = self._refusal or HeadraceError(Code.ABORTED, f"the request failed in {self.failures} attempts")
             return [*finishes, *self._fail(error, now)]
-        self.state, self._failure = FlightState.QUEUED, None
+        self._advance(FlightState.QUEUED)
+        self._failure = None
         self.timeline.attempt_lost(now)
         return finishes
 

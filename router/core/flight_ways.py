@@ -41,7 +41,7 @@ class FlightWays(FlightRecord):
         if self.failures + 1 >= self.max_attempts:
             return [*given_up, *self._requeue(now)]
         self.failures += 1
-        self.state = FlightState.QUEUED
+        self._advance(FlightState.QUEUED)
         self._failure = Failure(cause, source.worker, has_kv, self._prefill_left_ms(now))
         return given_up
 
@@ -67,7 +67,7 @@ class FlightWays(FlightRecord):
         self.decisions.append((self.attempt, found))
         way, plan = found.chosen.way, found.chosen.plan
         if way is OnFailure.RETRY and prefill is not None:
-            self.state = FlightState.RUNNING
+            self._advance(FlightState.RUNNING)
             self.timeline.hand_off_lost(now)
             return self._adopt(prefill, plan, router)
         self._whole_next = self._whole_next or way is OnFailure.LOCAL_RECOMPUTE
@@ -101,7 +101,7 @@ class FlightWays(FlightRecord):
         self._leave = Leave(to)
         if self.state is FlightState.PAUSED:
             return [*self._finish_legs("cancelled"), *self._go_on(now)]
-        self.state = FlightState.QUEUED
+        self._advance(FlightState.QUEUED)
         if prefill is not None:
             self._failure = Failure(MOVED, prefill.worker, True, self._prefill_left_ms(now))
             return self._finish_legs("cancelled", keep=prefill)
@@ -120,7 +120,7 @@ class FlightWays(FlightRecord):
         if plan is None:
             return self._stay(move, now)
         self.attempt += 1
-        self.state = FlightState.RUNNING
+        self._advance(FlightState.RUNNING)
         leg = Leg(LegKind.WHOLE, plan.worker, router.table.address(plan.worker), self.next_handle())
         move.target, move.since = leg, now
         self.legs.append(leg)
@@ -141,6 +141,6 @@ class FlightWays(FlightRecord):
         self._move = None
         if not move.source.live:
             return self._requeue(now)
-        self.state = FlightState.RUNNING
+        self._advance(FlightState.RUNNING)
         move.source.waits, move.source.keeps_kv = False, True
         return [ResumeAt(move.source, ())]
