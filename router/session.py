@@ -178,9 +178,9 @@ class WorkerSession:
             try:
                 while True:
                     read = asyncio.ensure_future(call.read())
+                    read.add_done_callback(_heard)
                     await asyncio.wait({read, reset}, timeout=self._liveness_s, return_when=asyncio.FIRST_COMPLETED)
                     if not read.done():
-                        read.cancel()
                         raise TimeoutError
                     frame = read.result()
                     if frame is grpc.aio.EOF:
@@ -188,6 +188,7 @@ class WorkerSession:
                     self._take(frame)
             finally:
                 reset.cancel()
+                read.cancel()
                 call.cancel()
 
     def _take(self, frame: pb.SessionResponse) -> None:
@@ -212,3 +213,9 @@ class WorkerSession:
             except TimeoutError:
                 frame = pb.SessionRequest(heartbeat=pb.Heartbeat())
             yield frame
+
+
+def _heard(read: asyncio.Future[object]) -> None:
+    """A read that is given up ends with its call's error, for which nobody waits."""
+    if not read.cancelled():
+        read.exception()

@@ -15,6 +15,8 @@ from tests.virtual.run import run_seed
 from tests.virtual.sweep import run_seeds
 
 NUM_SEEDS, CHUNK = 300, 25
+FOUND = (869, 1160, 1286)
+"""Further seeds that once broke a law."""
 MOST_SEEDS = 12
 """A planted bug is caught within so many."""
 CUT = [Fault(Kind.CUT, "Lease.announce arrived", False, 1, 0.0, False)]
@@ -36,6 +38,11 @@ def test_faults_at_any_step_break_no_law(first: int) -> None:
     done = run_seeds(range(first, first + CHUNK))
     assert not done.reports, "\n".join(done.reports)
     assert done.requests >= CHUNK * 50 and sum(done.kinds().values()) > CHUNK and done.moved, done.summary()
+
+
+def test_what_once_broke_a_law_does_so_no_more() -> None:
+    done = run_seeds(FOUND)
+    assert not done.reports, "\n".join(done.reports)
 
 
 def test_a_seed_replays_identically_in_any_process() -> None:
