@@ -181,9 +181,11 @@ class Faults:
         proxy.heal()
 
     def _fill(self, fault: Fault) -> None:
-        """The load does the rest."""
-        worker = self._fleet.workers[fault.victim]
-        worker.ask(do="shrink", keep=KEPT_BLOCKS)
+        """The load does the rest. Workers of the same role have no more room: the router would send it to them."""
+        role = self._fleet.ready[fault.victim].role
+        alike = [worker for name, worker in self._fleet.workers.items() if self._fleet.ready[name].role is role]
+        for worker in alike:
+            worker.ask(do="shrink", keep=KEPT_BLOCKS)
         end = time.monotonic() + 20
         while not fault.proof and time.monotonic() < end:
             load = self._fleet.worker_status(fault.victim).load
@@ -192,7 +194,8 @@ class Faults:
                 fault.proof = f"{left} blocks left, {waiting} wait"
                 time.sleep(fault.lasts_s)
             time.sleep(0.01)
-        worker.ask(do="shrink", keep=None)
+        for worker in alike:
+            worker.ask(do="shrink", keep=None)
 
     def _press(self, fault: Fault) -> None:
         worker = self._fleet.workers[fault.victim]
