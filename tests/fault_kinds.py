@@ -18,6 +18,8 @@ KEPT_BLOCKS = 64
 """What is left of a pool for the fault `full`: room for one request of the greatest length."""
 FULL_BLOCKS = 27
 """A pool with less room is full: the longest request of a long run, 400 + 24 tokens, waits."""
+UNTOUCHED_S = 8.0
+"""A fault of a link that hits nobody for so long is over without having happened."""
 PROCESS = ("kill", "stop", "pause", "late", "flip", "full", "pressure")
 CONTROL = ("rst", "blackhole", "outage", "delay", "throttle", "message")
 LANE = ("rst_lane", "blackhole_lane", "throttle_lane")
@@ -176,7 +178,12 @@ class Faults:
             self._detect(fault, at, self._silent_limit_s)
         else:
             time.sleep(fault.lasts_s)
-        if touched := proxy.counts.swallowed_bytes + proxy.counts.delayed_bytes - before:
+        # With several workers of a role nothing may have come here yet: the fault lasts until it hits somebody.
+        while not (touched := proxy.counts.swallowed_bytes + proxy.counts.delayed_bytes - before):
+            if time.monotonic() > at + UNTOUCHED_S:
+                break
+            time.sleep(0.02)
+        if touched:
             fault.proof = f"{touched:,} bytes"
         proxy.heal()
 
