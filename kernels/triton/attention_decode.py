@@ -19,81 +19,26 @@ reading K and V once at the memory's pace:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import tuned
+from kernels.triton.attention_merge import (
+    MERGE_WARPS,
+    Scratch,
+    in_place_step,
+    merge,
+    merge_constexprs,
+    merge_kernel,
+    pieces,
+)
 from kernels.triton.compiled import Variant
 from kernels.triton.tuned import DecodeLaunch, Heads, round_up_power
 
 LOG2_E = 1.4426950408889634
-MERGE_WARPS = 4
-MAX_MERGED_IN_PLACE = 32768
-"""Most floats (splits * group * dim) that one program merges; beyond, a program for each head does it."""
-
-
-@triton.jit
-def _merge(
-    parts,
-    weights,
-    out,
-    used,
-    lane,
-    LANES: tl.constexpr,
-    PAD_LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Write out [LANES, DIM] = the merged pieces 0..used of the query heads lane..lane + LANES of a group.
-
-    parts [splits, GROUP, DIM]: each piece's output; weights [splits, GROUP]: log2 of its sum of exponentials.
-    """
-    i = tl.arange(0, PAD_LANES)
-    d = tl.arange(0, PAD_DIM)
-    most = tl.full([PAD_LANES], float("-inf"), tl.float32)
-    total = tl.full([PAD_LANES], 0.0, tl.float32)
-    acc = tl.full([PAD_LANES, PAD_DIM], 0.0, tl.float32)
-    for first in range(0, used, STEP):
-        piece = first + tl.arange(0, STEP)
-        at = piece[:, None] * GROUP + lane + i[None, :]
-        there = (piece < used)[:, None] & (i < LANES)[None, :]
-        # Past the first-level cache: other processors wrote them during this launch.
-        w = tl.load(weights + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        w = tl.where((i < LANES)[None, :], w, 0.0)
-        x = tl.load(
-            parts + at[:, :, None] * DIM + d[None, None, :],
-            mask=there[:, :, None] & (d < DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        now = tl.maximum(most, tl.max(w, 0))
-        old = tl.exp2(most - now)
-        share = tl.exp2(w - now[None, :])
-        acc = acc * old[:, None] + tl.sum(share[:, :, None] * x, 0)
-        total = total * old + tl.sum(share, 0)
-        most = now
-    merged = acc / total[:, None]
-    inside = (i < LANES)[:, None] & (d < DIM)[None, :]
-    tl.store(out + i[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _pieces(length, splits, least, window, TILE: tl.constexpr):
-    """(first position that is read, positions of a piece, number of pieces) of a row of `length` > 0 positions."""
-    first = 0
-    if window > 0:
-        first = tl.maximum(length - window, 0) // TILE * TILE
-    span = length - first
-    even = (span + splits - 1) // splits
-    piece = tl.maximum((even + TILE - 1) // TILE * TILE, least)
-    return first, piece, (span + piece - 1) // piece
 
 
 @triton.jit(
@@ -145,7 +90,7 @@ def decode_kernel(
         if split == 0:
             tl.store(out_row + spots, tl.full([PAD_GROUP, PAD_DIM], 0.0, out.dtype.element_ty), mask=inside)
         return
-    first, piece, used = _pieces(length, splits, least, window, TILE)
+    first, piece, used = pieces(length, splits, least, window, TILE)
     if split >= used:
         return
     begin = first + split * piece
@@ -199,71 +144,8 @@ def decode_kernel(
         before = tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu")
         if before == used - 1:
             tl.debug_barrier()
-            _merge(parts, weights, out_row, used, 0, GROUP, LANES, GROUP, DIM, PAD_DIM, STEP)
+            merge(parts, weights, out_row, used, 0, GROUP, LANES, GROUP, DIM, PAD_DIM, STEP)
             tl.store(arrived + pair, 0)
-
-
-@triton.jit(do_not_specialize=["splits", "least", "window"], do_not_specialize_on_alignment=["lengths"])
-def merge_kernel(
-    lengths,
-    out,
-    parts,
-    weights,
-    out_stride,
-    splits,
-    least,
-    window,
-    DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Program (row, query head): merge its pieces where there are several; one piece alone is in out already."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    if length <= 0:
-        return
-    _, _, used = _pieces(length, splits, least, window, TILE)
-    if used == 1:
-        return
-    pair = row.to(tl.int64) * (tl.num_programs(1) // GROUP) + head // GROUP
-    _merge(
-        parts + pair * splits * (GROUP * DIM),
-        weights + pair * splits * GROUP,
-        out + row.to(tl.int64) * out_stride + head * DIM,
-        used,
-        head % GROUP,
-        1,
-        1,
-        GROUP,
-        DIM,
-        PAD_DIM,
-        STEP,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Room for the pieces of one launch at a time: launches that may overlap need one each.
-
-    parts float32 [rows * kv_heads * splits * group * dim], weights float32 [rows * kv_heads * splits * group], arrived
-    int32 [rows * kv_heads], which is all zeros between launches.
-    """
-
-    parts: Tensor
-    weights: Tensor
-    arrived: Tensor
-
-    @classmethod
-    def make(cls, rows: int, heads: int, dim: int, splits: int, device: torch.device | str) -> Scratch:
-        """For launches of at most so many rows and splits (tuned.MAX_SPLITS is the most that a class decides on)."""
-        floats = rows * heads * splits
-        return cls(
-            torch.empty(floats * dim, dtype=torch.float32, device=device),
-            torch.empty(floats, dtype=torch.float32, device=device),
-            torch.zeros(rows * heads, dtype=torch.int32, device=device),
-        )
 
 
 def decode_attention(
@@ -277,6 +159,7 @@ def decode_attention(
     window: int = 0,
     splits: int = 0,
     scratch: Scratch | None = None,
+    launch: DecodeLaunch | None = None,
 ) -> None:
     """out[i] = attention of query token q[i] over the first lengths[i] positions of row i's blocks; zeros for length 0.
 
@@ -286,7 +169,7 @@ def decode_attention(
 
     splits: most pieces of a row; 0 leaves it to the class of the batch. With a number, a row's result is the same bit
     for bit in every batch. scratch: memory to use again, which must suffice. A CUDA graph should be given one: it would
-    keep the memory of each launch that makes its own, and clear its counts each time.
+    keep the memory of each launch that makes its own, and clear its counts each time. launch: instead of the tuned one.
     """
     rows, heads, dim = q.shape
     kv_heads, block = pool.shape[1], pool.shape[4]
@@ -294,7 +177,9 @@ def decode_attention(
     if rows == 0:
         return
     kinds = Heads(tuned.dtype_name(q.dtype), dim, group, block)
-    launch = tuned.decode_launch(tuned.device_of(q.device), kinds, rows, kv_heads, tables.shape[1] * block, splits)
+    if launch is None:
+        capacity = tables.shape[1] * block
+        launch = tuned.decode_launch(tuned.device_of(q.device), kinds, rows, kv_heads, capacity, splits)
     if scratch is None:
         scratch = Scratch.make(rows, heads, dim, launch.splits, q.device)
     constexprs = decode_constexprs(kinds, launch)
@@ -339,7 +224,6 @@ def decode_attention(
 
 def decode_constexprs(heads: Heads, launch: DecodeLaunch) -> dict[str, Any]:
     dim, lanes = round_up_power(heads.dim), round_up_power(heads.group)
-    merged = launch.splits * heads.group * heads.dim
     return {
         "DIM": heads.dim,
         "PAD_DIM": dim,
@@ -348,20 +232,14 @@ def decode_constexprs(heads: Heads, launch: DecodeLaunch) -> dict[str, Any]:
         "LANES": lanes,
         "BLOCK": heads.block,
         "TILE": launch.tile,
-        # 32 floats of each thread's registers.
-        "STEP": max(1, 32 * 32 * launch.num_warps // (lanes * dim)) if merged <= MAX_MERGED_IN_PLACE else 0,
+        "STEP": in_place_step(heads, launch),
     }
 
 
-def merge_constexprs(heads: Heads, launch: DecodeLaunch) -> dict[str, Any]:
-    dim = round_up_power(heads.dim)
-    step = 32 * 32 * MERGE_WARPS // dim
-    return {"DIM": heads.dim, "PAD_DIM": dim, "GROUP": heads.group, "TILE": launch.tile, "STEP": step}
-
-
 def variants() -> Iterator[Variant]:
-    """Every kind of head that is supported, in place and by the second kernel, as the rule launches it on an H200."""
-    device = tuned.Device("", 132)
+    """Every kind of head that is supported, with pieces merged in place and by the second kernel, as the rule launches
+    a single short and a single long row on an H200.
+    """
     strides = ("q_stride", "out_stride", "block_stride", "head_stride", "layer_offset", "value_offset")
     numbers = dict.fromkeys(strides, "i32:16") | {"scale": "fp32"}
     numbers |= dict.fromkeys(("table_stride", "splits", "least", "window"), "i32")
@@ -369,14 +247,24 @@ def variants() -> Iterator[Variant]:
     tables = dict.fromkeys(("tables", "lengths"), "*i32")
     for heads in tuned.SUPPORTED:
         rows = dict.fromkeys(("q", "pool", "out"), f"*{heads.dtype}:16") | tables
-        for merged, capacity in (("in place", 1024), ("apart", 1 << 17)):
-            launch = tuned.decode_rule(device, heads, 1, capacity)
+        for capacity in (1024, 1 << 17):
+            launch = tuned.decode_rule(heads, 1, capacity, processors=132)
             constexprs = decode_constexprs(heads, launch)
+            if capacity == 1024 or constexprs["STEP"] == 0:
+                yield Variant(
+                    f"decode {heads}, merged {'in place' if constexprs['STEP'] else 'apart'}",
+                    decode_kernel,
+                    rows | scratch | numbers,
+                    constexprs,
+                    launch.num_warps,
+                    launch.num_stages,
+                )
+        if constexprs["STEP"] == 0 and heads.block == 16:
+            arguments = rows | scratch | numbers
             yield Variant(
-                f"decode {heads}, merged {merged}",
-                decode_kernel,
-                rows | scratch | numbers,
-                constexprs,
-                launch.num_warps,
-                launch.num_stages,
+                f"merge {heads}",
+                merge_kernel,
+                {name: arguments[name] for name in merge_kernel.arg_names if name in arguments},
+                merge_constexprs(heads, launch),
+                MERGE_WARPS,
             )

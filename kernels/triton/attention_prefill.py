@@ -175,6 +175,7 @@ def prefill_attention(
     max_tokens: int,
     window: int = 0,
     invariant: bool = False,
+    launch: PrefillLaunch | None = None,
 ) -> None:
     """out[i] = causal attention of the tokens starts[r]..starts[r + 1] of row r, which sit at positions start_pos[r]
     and on, over positions 0 to their own of the row's blocks.
@@ -185,14 +186,15 @@ def prefill_attention(
     a query sees the `window` latest positions, itself included. Tokens of no row are left alone.
 
     max_tokens: tokens of the longest row, or more. invariant: results are the same bit for bit in every batch and
-    whatever max_tokens is.
+    whatever max_tokens is. launch: instead of the tuned one.
     """
     rows, (_, heads, dim) = starts.shape[0] - 1, q.shape
     kv_heads, block = pool.shape[1], pool.shape[4]
     if rows == 0 or max_tokens == 0:
         return
     kinds = Heads(tuned.dtype_name(q.dtype), dim, heads // kv_heads, block)
-    launch = tuned.prefill_launch(tuned.device_of(q.device), kinds, 0 if invariant else max_tokens)
+    if launch is None:
+        launch = tuned.prefill_launch(tuned.device_of(q.device), kinds, 0 if invariant else max_tokens)
     tiles = -(-max_tokens // (launch.tile_rows // kinds.group))
     prefill_kernel[(tiles, rows, kv_heads)](
         q,

@@ -1,4 +1,4 @@
-"""`python -m kernels.triton.report [part of a name ...]`: compile the variants of all kernels for Hopper and print a table.
+"""`python -m kernels.triton.report [part of a name ...]`: compile all kernels for Hopper, print what each takes.
 
 Needs no GPU. Ends with 1 when a kernel keeps registers in memory or takes more shared memory than there is.
 """
@@ -22,7 +22,7 @@ HEADER = """\
 
 
 def all_variants(parts: Sequence[str] = ()) -> list[Variant]:
-    """The variants of all modules beside this one whose name has all of `parts`.
+    """The variants of all modules beside this one; with `parts`, those whose name has one of them.
 
     Raises ValueError when two have one name.
     """
@@ -31,7 +31,7 @@ def all_variants(parts: Sequence[str] = ()) -> list[Variant]:
     names = [variant.name for variant in found]
     if len(set(names)) != len(names):
         raise ValueError(f"one name for two variants: {sorted({name for name in names if names.count(name) > 1})}")
-    return [variant for variant in found if all(part in variant.name for part in parts)]
+    return [variant for variant in found if not parts or any(part in variant.name for part in parts)]
 
 
 def fits(used: Usage) -> bool:

@@ -8,22 +8,22 @@ CUDA graph's bucket meets one class. Results that must not change with the batch
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 TABLE = Path(__file__).with_name("tuned.json")
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Decode programs that one multiprocessor is to hold, by their shared memory."""
+"""Decode programs that one multiprocessor holds, by their shared memory."""
 MAX_SPLITS = 64
 _WAVES = 2
 _MAX_WAVES = 64
-_FIXED_LEAST = 256
+_LEAST = 256
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -47,10 +47,6 @@ class Heads:
     def __str__(self) -> str:
         return f"{self.dtype} d{self.dim} g{self.group} b{self.block}"
 
-    @property
-    def row_bytes(self) -> int:
-        return round_up_power(self.dim) * (4 if self.dtype == "fp32" else 2)
-
 
 SUPPORTED = [
     *(Heads("bf16", *kind) for kind in product((64, 96, 128, 256), (1, 4, 8, 16), (16, 32, 64))),
@@ -62,8 +58,8 @@ SUPPORTED = [
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """tile: positions of one iteration; splits: most pieces of a row; least: fewest positions of a piece, a multiple of
-    tile.
+    """tile: positions of one iteration, a power of two; splits: most pieces of a row; least: fewest positions of a
+    piece, a multiple of tile.
     """
 
     tile: int
@@ -75,7 +71,7 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """tile_rows: queries times heads of one program; tile: positions of one iteration."""
+    """tile_rows: queries times heads of one program; tile: positions of one iteration; both powers of two."""
 
     tile_rows: int
     tile: int
@@ -109,44 +105,30 @@ def decode_class(heads: Heads, pairs: int, capacity: int) -> str:
     return f"{heads} pairs{round_up_power(pairs)} capacity{round_up_power(capacity)}"
 
 
+def prefill_class(heads: Heads, max_tokens: int) -> str:
+    return f"{heads} tokens{min(round_up_power(max_tokens), 256)}"
+
+
 def fixed_class(heads: Heads) -> str:
+    """Of results that are the same in every batch."""
     return f"{heads} fixed"
 
 
-@cache
-def decode_launch(device: Device, heads: Heads, rows: int, kv_heads: int, capacity: int, splits: int) -> DecodeLaunch:
-    """splits: 0 lets the class decide; any other number is kept, and nothing else depends on rows and capacity then."""
-    if splits:
-        found = _measured(device, "decode", fixed_class(heads))
-        tile, warps, stages = _decode_tile(heads)
-        return DecodeLaunch(**{**(found or _fields(tile, warps, stages, _FIXED_LEAST)), "splits": splits})
-    pairs = rows * kv_heads
-    found = _measured(device, "decode", decode_class(heads, pairs, capacity))
-    return DecodeLaunch(**found) if found else decode_rule(device, heads, pairs, capacity)
-
-
-def decode_rule(device: Device, heads: Heads, pairs: int, capacity: int) -> DecodeLaunch:
+def decode_rule(heads: Heads, pairs: int, capacity: int, processors: int) -> DecodeLaunch:
     """Few rows are cut so small that all processors read at once; many only so that no long one ends alone."""
-    tile, warps, stages = _decode_tile(heads)
-    slots = PROGRAMS_PER_PROCESSOR * device.processors
-    least = min(max(_round_up(pairs * 256 // slots, tile), 2 * tile), 1024)
+    # K and V of a tile are 32 KiB. Four stages keep three of them, and let two programs share a processor's memory;
+    # each then has more on its way than the memory's latency times a processor's part of its rate.
+    tile = max(16, min(128, 8192 // round_up_power(heads.dim) // (2 if heads.dtype == "fp32" else 1)))
+    slots = PROGRAMS_PER_PROCESSOR * processors
+    # The fewer pieces, the sooner they are merged: a single row of 4k positions takes one program a processor.
+    least = min(max(_round_up(pairs * _LEAST // slots, tile), _LEAST), 1024)
     piece = min(max(-(-pairs * capacity // (_WAVES * slots)), least), 2048)
     most = max(1, min(MAX_SPLITS, _MAX_WAVES * slots // pairs))
-    return DecodeLaunch(tile, warps, stages, min(-(-capacity // piece), most), least)
-
-
-@cache
-def prefill_launch(device: Device, heads: Heads, max_tokens: int) -> PrefillLaunch:
-    """max_tokens: the longest row's own tokens; 0: a launch that is the same for all rows."""
-    found = _measured(device, "prefill", prefill_class(heads, max_tokens))
-    return PrefillLaunch(**found) if found else prefill_rule(heads, max_tokens)
-
-
-def prefill_class(heads: Heads, max_tokens: int) -> str:
-    return f"{heads} tokens{min(round_up_power(max_tokens), 256)}" if max_tokens else fixed_class(heads)
+    return DecodeLaunch(tile, 4, 4, min(-(-capacity // piece), most), least)
 
 
 def prefill_rule(heads: Heads, max_tokens: int) -> PrefillLaunch:
+    """max_tokens: of the longest row; 0 for any."""
     if heads.dtype == "fp32":
         return PrefillLaunch(max(16, round_up_power(heads.group)), 16, 4, 2)
     small = 0 < max_tokens * heads.group <= 64
@@ -155,25 +137,61 @@ def prefill_rule(heads: Heads, max_tokens: int) -> PrefillLaunch:
     return PrefillLaunch(rows, min(128, 8192 // round_up_power(heads.dim)), 4 if rows <= 64 else 8, 3)
 
 
-def _decode_tile(heads: Heads) -> tuple[int, int, int]:
-    """(tile, num_warps, num_stages): K and V of a tile are 32 KiB, and three such stages let two programs share a
-    processor's memory; each has more under way than the memory's latency times a processor's part of its rate.
-    """
-    return max(16, min(128, 16384 // heads.row_bytes)), 4, 4
-
-
-def _fields(tile: int, num_warps: int, num_stages: int, least: int) -> dict[str, int]:
-    return {"tile": tile, "num_warps": num_warps, "num_stages": num_stages, "least": least}
-
-
 def _round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _measured(device: Device, operation: str, shape_class: str) -> dict[str, int] | None:
-    return _table().get(device.name, {}).get(operation, {}).get(shape_class)
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """entries: device name -> operation ("decode" or "prefill") -> shape class -> fields of its launch."""
+
+    entries: Mapping[str, Mapping[str, Mapping[str, Mapping[str, int]]]]
+
+    @classmethod
+    def load(cls, path: Path = TABLE) -> Tuned:
+        return cls(json.loads(path.read_text()))
+
+    def save(self, path: Path = TABLE) -> None:
+        path.write_text(json.dumps(self.entries, indent=1, sort_keys=True) + "\n")
+
+    def changed(self, device: Device, shape_class: str, launch: DecodeLaunch | PrefillLaunch) -> Tuned:
+        """A table with this entry too."""
+        operation = "decode" if isinstance(launch, DecodeLaunch) else "prefill"
+        operations = self.entries.get(device.name, {})
+        classes = {**operations.get(operation, {}), shape_class: asdict(launch)}
+        return Tuned({**self.entries, device.name: {**operations, operation: classes}})
+
+    def decode(
+        self, device: Device, heads: Heads, rows: int, kv_heads: int, capacity: int, splits: int = 0
+    ) -> DecodeLaunch:
+        """splits: 0 leaves them to the class; with another number nothing depends on rows and capacity."""
+        pairs = rows * kv_heads
+        key = fixed_class(heads) if splits else decode_class(heads, pairs, capacity)
+        found = self.entries.get(device.name, {}).get("decode", {}).get(key)
+        if splits:
+            fixed = found or asdict(decode_rule(heads, 1, 1, 1)) | {"least": _LEAST}
+            return DecodeLaunch(**{**fixed, "splits": splits})
+        return DecodeLaunch(**found) if found else decode_rule(heads, pairs, capacity, device.processors)
+
+    def prefill(self, device: Device, heads: Heads, max_tokens: int) -> PrefillLaunch:
+        """max_tokens: the longest row's own tokens; 0: a launch that is the same for all rows."""
+        key = prefill_class(heads, max_tokens) if max_tokens else fixed_class(heads)
+        found = self.entries.get(device.name, {}).get("prefill", {}).get(key)
+        return PrefillLaunch(**found) if found else prefill_rule(heads, max_tokens)
 
 
 @cache
-def _table() -> dict[str, Any]:
-    return json.loads(TABLE.read_text())
+def _table() -> Tuned:
+    return Tuned.load()
+
+
+@cache
+def decode_launch(device: Device, heads: Heads, rows: int, kv_heads: int, capacity: int, splits: int) -> DecodeLaunch:
+    """`Tuned.decode` of the table beside this file."""
+    return _table().decode(device, heads, rows, kv_heads, capacity, splits)
+
+
+@cache
+def prefill_launch(device: Device, heads: Heads, max_tokens: int) -> PrefillLaunch:
+    """`Tuned.prefill` of the table beside this file."""
+    return _table().prefill(device, heads, max_tokens)
