@@ -1,7 +1,8 @@
 """`python -m kernels.triton.tune [dtype,dim,query heads,KV heads,block ...]`: fill the table of launches on this GPU.
 
-Each class starts from the rule and takes one field at a time to a better value, as long as there is one. A launch is timed in a CUDA graph that goes through layers of a pool which together are larger than the second-level
-cache, in random block order: as in a model's step, each layer's KV comes from memory.
+Each class starts from the rule and takes one field at a time to a better value, as long as there is one. A launch is
+timed in a CUDA graph that goes through layers of a pool which together are larger than the second-level cache, in
+random block order: as in a model's step, each layer's KV comes from memory.
 """
 
 from __future__ import annotations
