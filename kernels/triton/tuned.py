@@ -117,8 +117,9 @@ def fixed_class(heads: Heads) -> str:
 def decode_rule(heads: Heads, pairs: int, capacity: int, processors: int) -> DecodeLaunch:
     """Few rows are cut so small that all processors read at once; many only so that no long one ends alone."""
     # K and V of a tile are 32 KiB. Four stages keep three of them, and let two programs share a processor's memory;
-    # each then has more on its way than the memory's latency times a processor's part of its rate.
-    tile = max(16, min(128, 8192 // round_up_power(heads.dim) // (2 if heads.dtype == "fp32" else 1)))
+    # each then has more on its way than the memory's latency times a processor's part of its rate. float32 is
+    # multiplied without the tensor core, from registers: its tiles are what these hold.
+    tile = max(16, min(128, 8192 // round_up_power(heads.dim) // (4 if heads.dtype == "fp32" else 1)))
     slots = PROGRAMS_PER_PROCESSOR * processors
     # The fewer pieces, the sooner they are merged: a single row of 4k positions takes one program a processor.
     least = min(max(_round_up(pairs * _LEAST // slots, tile), _LEAST), 1024)
