@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.ops import Sampler, SampleTable
+from kernels.ops import LOGPROB_FLOOR, Sampler, SampleTable
 
 pytest.importorskip("triton")
 
 from kernels.triton.edits import Edits
+from kernels.triton.logprobs import logprobs
 from kernels.triton.sample import PART, Scratch, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -240,3 +241,48 @@ def test_a_row_among_others_is_the_row_alone() -> None:
 
 def test_no_rows_are_no_work() -> None:
     assert choose(torch.empty(0, 50), [], edits_of(0))[0] == []
+
+
+def told(logits: torch.Tensor, chosen: Sequence[int], num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    before = logits.clone()
+    values, ids = logprobs(logits, torch.tensor(chosen, device=DEVICE), num_top)
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    return values.cpu(), ids.cpu()
+
+
+@pytest.mark.parametrize(("vocab", "num_top"), [(3, 3), (1500, 20), (PART + 9, 5)])
+def test_logprobs_are_those_of_a_log_softmax_and_the_likeliest_come_first(vocab: int, num_top: int) -> None:
+    logits = normal(4, vocab).to(DEVICE)
+    logits[2:] = logits[2:].round()
+    chosen = [0, 1, 2, vocab - 1]
+    values, ids = told(logits, chosen, num_top)
+    for row, token, own, own_ids in zip(logits.cpu(), chosen, values.tolist(), ids.tolist(), strict=True):
+        wanted, top_ids, top = reference.logprobs(row, token, num_top)
+        assert own == pytest.approx([wanted, *top], abs=1e-5)
+        assert own_ids == top_ids
+
+
+def test_logprobs_of_a_row_among_others_are_those_of_the_row_alone() -> None:
+    logits = normal(5, PART + 300).to(DEVICE)
+    values, ids = told(logits, range(5), 7)
+    for i in range(5):
+        alone, own_ids = told(logits[i : i + 1], [i], 7)
+        assert torch.equal(alone[0], values[i]) and torch.equal(own_ids[0], ids[i])
+
+
+def test_logprobs_are_finite_whatever_the_logits_are() -> None:
+    impossible = torch.zeros(4, 64, device=DEVICE)
+    impossible[0, 5:] = -torch.inf
+    impossible[1, 7] = torch.nan
+    impossible[2, :] = -torch.inf
+    impossible[3, 1] = -0.0
+    values, ids = told(impossible, [9, 1, 0, 1], 8)
+    assert values[0].tolist() == pytest.approx([LOGPROB_FLOOR] + [-np.log(5)] * 5 + [LOGPROB_FLOOR] * 3, abs=1e-6)
+    assert (values[1:3] == LOGPROB_FLOOR).all()
+    assert ids[0].tolist() == ids[3].tolist() == list(range(8))
+    assert 7 not in ids[1].tolist()
+
+
+def test_no_rows_have_no_logprobs() -> None:
+    values, ids = told(torch.empty(0, 64, device=DEVICE), [], 2)
+    assert values.shape == (0, 3) and ids.shape == (0, 2)
