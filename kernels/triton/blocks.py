@@ -20,7 +20,7 @@ CHUNK_BYTES = 16384
 _WORDS = {8: torch.int64, 4: torch.int32, 1: torch.uint8}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])
 def copy_kernel(
     source,
     target,
@@ -111,7 +111,7 @@ def variants() -> list[Variant]:
         constexprs = {"CHUNK": CHUNK_BYTES // size, "FROM_IDS": from_ids, "TO_IDS": to_ids}
         for name, there in (("source_ids", from_ids), ("target_ids", to_ids)):
             if there:
-                signature[name] = "*i64:16"
+                signature[name] = "*i64"
             else:
                 constexprs[name] = None
         found.append(Variant(f"{way}_blocks/{word}", copy_kernel, signature, constexprs))

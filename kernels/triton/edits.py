@@ -37,7 +37,11 @@ class Edits:
     prompt_lens: Tensor
 
 
-@triton.jit
+_LISTS = ("ban_begins", "banned", "bias_begins", "biased", "amounts", "history_begins", "histories", "prompt_lens")
+
+
+# Lists may be parts of one transfer, at any offset: no launch shall wait for a compiler because of it.
+@triton.jit(do_not_specialize_on_alignment=_LISTS)
 def edit_kernel(
     logits,
     settings,
@@ -139,8 +143,7 @@ def edit_logits(logits: Tensor, settings: Tensor, edits: Edits, marks: Tensor) -
 
 
 def variants() -> list[Variant]:
-    signature = {"logits": "*fp32:16", "settings": "*fp64:16", "amounts": "*fp32:16", "marks": "*i32:16"}
-    lists = ("ban_begins", "banned", "bias_begins", "biased", "history_begins", "histories", "prompt_lens")
-    signature |= dict.fromkeys(lists, "*i32:16")
+    signature = {"logits": "*fp32:16", "settings": "*fp64:16", "marks": "*i32:16"}
+    signature |= dict.fromkeys(_LISTS, "*i32") | {"amounts": "*fp32"}
     signature |= {"logits_stride": "i32:16", "settings_stride": "i32", "marks_stride": "i32:16"}
     return [Variant("edit_logits", edit_kernel, signature, {"TILE": TILE}, 8)]

@@ -18,7 +18,7 @@ FLOOR: tl.constexpr = tl.constexpr(-9999.0)
 """kernels.logprobs.LOGPROB_FLOOR"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def told_kernel(
     logits, peaks, peak_ids, faults, sums, ids, values, stride, parts, width, PARTS: tl.constexpr, PAD: tl.constexpr
 ):

@@ -90,7 +90,7 @@ def _chain(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x,
     weight,

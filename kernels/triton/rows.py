@@ -65,7 +65,8 @@ def swiglu_kernel(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE
     tl.store(out + row * out_stride + i, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# The tokens' own numbers may be part of a step's at any offset: no launch shall wait for a compiler because of it.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rope_write_kernel(
     qkv,
     positions,
@@ -228,7 +229,7 @@ def variants() -> list[Variant]:
         found.append(Variant(f"swiglu/{kind}/{width}", swiglu_kernel, signature, constexprs))
     heads_of_dims = ((8, 4, 256), (14, 2, 64), (32, 32, 96), (32, 8, 128))
     for (heads, kv_heads, dim), norm, kind in _kinds(heads_of_dims, (False, True)):
-        signature = {"qkv": f"*{kind}:16", "positions": "*i32:16", "slots": "*i64:16", "cos": "*fp32:16"}
+        signature = {"qkv": f"*{kind}:16", "positions": "*i32", "slots": "*i64", "cos": "*fp32:16"}
         weight = f"*{kind}:16" if norm else "*fp32:16"
         signature |= {"sin": "*fp32:16", "q_weight": weight, "k_weight": weight, "pool": f"*{kind}:16", "eps": "fp32"}
         strides = ("qkv_stride", "block_stride", "head_stride", "layer_offset", "value_offset")

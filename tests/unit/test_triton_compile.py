@@ -19,6 +19,11 @@ CHOSEN = (
     "prefill bf16 d96 g4 b16, window",
     "prefill bf16 d128 g4 b16, long",
     "prefill bf16 d256 g4 b16, long",
+    "linear/bf16/2048x2048/4096 rows",
+    "linear/fp32/2048x2048/4096 rows",
+    "rope_write/bf16/32x32x96/norm",
+    "sample/choose/8",
+    "sample/collect/64",
 )
 
 
