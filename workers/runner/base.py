@@ -5,6 +5,7 @@ FakeRunner.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,14 +16,23 @@ from workers.core.plan import StepPlan, StepResult
 KvPool = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory that only a GPU and its transports can address."""
+
+    address: int
+    num_bytes: int
+    device_index: int
+
+
 class Runner(Protocol):
     """Used by one engine thread. The pool's memory may be read and written by transports between and during steps,
     block by block: which blocks, is the scheduler's promise.
     """
 
-    kv_pool: KvPool
+    kv_pool: KvPool | DeviceMemory
     """Flat uint8 view of the whole pool, num_blocks * layout.block_bytes bytes."""
-    lane_pool: KvPool
+    lane_pool: KvPool | DeviceMemory
     """The pool and, behind it, the blocks of `kvtransfer.probe`: what transports register."""
     host_pool: KvPool
     """The same of host memory, host_blocks * layout.block_bytes bytes; tiers copy to and from it beside steps."""
