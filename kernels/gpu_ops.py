@@ -162,9 +162,7 @@ class DeviceOps:
         if first < rows.num_rows:
             tables, starts, start_pos = rows.tables[first:], rows.starts[first:], rows.start_pos[first:]
             longest = rows.max_tokens
-            self._prefill_attention(
-                q, pool, layer, tables, starts, start_pos, mixed, max_tokens=longest, window=window
-            )
+            self._prefill_attention(q, pool, layer, tables, starts, start_pos, mixed, max_tokens=longest, window=window)
 
     def resolve(self, token_ids: Tensor, fed: Tensor, out: Tensor) -> None:
         """out int64 [tokens] = token_ids, where -1 - k stands for fed[k]."""

@@ -113,8 +113,8 @@ def prefill_attention(
     max_tokens: int,
     window: int = 0,
 ) -> None:
-    """Causal attention of the tokens starts[i] .. starts[i + 1] of q, out [tokens, heads, dim], row by row over what the
-    pool holds from position 0 on. max_tokens: of the longest row.
+    """Causal attention of the tokens starts[i] .. starts[i + 1] of q, out [tokens, heads, dim], row by row over what
+    the pool holds from position 0 on. max_tokens: of the longest row.
     """
     begins, firsts = starts.tolist(), start_pos.tolist()
     for row, first in enumerate(firsts):

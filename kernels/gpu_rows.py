@@ -108,7 +108,9 @@ class RowBuffers:
         Raises ValueError when the layout is larger than the buffer.
         """
         if layout.num_bytes > self.num_bytes:
-            raise ValueError(f"a step of {layout.num_bytes:,} bytes of rows is more than the {self.num_bytes:,} prepared")
+            raise ValueError(
+                f"a step of {layout.num_bytes:,} bytes of rows is more than the {self.num_bytes:,} prepared"
+            )
         self._turn = (self._turn + 1) % _TURNS
         return {name: view.numpy() for name, view in layout.tensors(self._host[self._turn]).items()}
 

@@ -1,5 +1,5 @@
-"""From logits to tokens and log-probabilities on the device, in plain torch, with the meaning of `kernels/sampler.py` and
-`kernels/logprobs.py`. Nothing here waits for the device; every row's result depends on that row alone.
+"""From logits to tokens and log-probabilities on the device, in plain torch, with the meaning of `kernels/sampler.py`
+and `kernels/logprobs.py`. Nothing here waits for the device; every row's result depends on that row alone.
 """
 
 from __future__ import annotations

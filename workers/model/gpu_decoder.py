@@ -21,7 +21,9 @@ class DeviceWorkspace:
     `wide` is QKV and later gate and up; `narrow` is what attention gives and later the activation.
     """
 
-    def __init__(self, config: ModelConfig, tokens: int, sampled: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, tokens: int, sampled: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         c = config
         heads = c.heads * c.head_dim
         self.qkv_width = heads + 2 * c.kv_heads * c.head_dim

@@ -69,8 +69,8 @@ class GpuRunner:
         batch_invariant: bool = False,
         use_triton: bool = True,
     ) -> None:
-        """Loads the weights, then takes the pool's memory: `num_blocks`, or what `kv_cache_bytes` holds, or what is left
-        in a share of the device's memory. Host blocks: `host_blocks`, or what `swap_bytes` holds.
+        """Loads the weights, then takes the pool's memory: `num_blocks`, or what `kv_cache_bytes` holds, or what is
+        left in a share of the device's memory. Host blocks: `host_blocks`, or what `swap_bytes` holds.
 
         Raises StartupError, one line, for everything that keeps the model from being served.
         """
@@ -160,7 +160,7 @@ class GpuRunner:
         self._under_way.append(step)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step. Its `run_s` is the time since it or, if later, since the step before it was over."""
+        """Wait for the oldest step. Its `run_s` counts from when it began or the step before it was over."""
         if not self._under_way:
             raise InvariantError("no step is under way")
         step = self._under_way.popleft()

@@ -1,8 +1,8 @@
 """Steps of decode rows alone, recorded once for each of a few sizes and replayed: launching a graph takes the host
 microseconds where launching its kernels takes it milliseconds.
 
-A step goes into the smallest bucket that holds its rows and its longest block table; rows that are left over are padding.
-Steps with longer rows run as they are.
+A step goes into the smallest bucket that holds its rows and its longest block table; rows that are left over are
+padding. Steps with longer rows run as they are.
 """
 
 from __future__ import annotations
