@@ -20,6 +20,7 @@ from kernels import gpu_reference, gpu_sampling
 from kernels.gpu_reference import QkNorm
 from kernels.gpu_rows import DeviceRows
 from kernels.gpu_sampling import DeviceEdits
+from kernels.sampler import SETTINGS
 
 log = logging.getLogger("headrace.kernels.gpu_ops")
 
@@ -33,7 +34,9 @@ _TRITON_MODULES = {
     "add_rms_norm": "rows",
     "swiglu": "rows",
     "rope_write": "rows",
+    "sample": "sample",
 }
+_PLAIN = {"sample": gpu_sampling}
 _MAY_WAIT = ("prefill_attention", "rope_write")
 """Whose torch forms wait for the device."""
 
@@ -50,25 +53,28 @@ def triton_fault(device: torch.device) -> str:
 
 
 class DeviceOps:
-    """The operations of one engine on one device. `use_triton` False takes plain torch for all of them."""
+    """The operations of one engine on one device, enqueued on one stream. `use_triton` False takes plain torch."""
 
     def __init__(self, device: torch.device, *, batch_invariant: bool = False, use_triton: bool = True) -> None:
         """Raises ValueError when batch_invariant is wanted and its kernels cannot run."""
         self.device = device
         self._fault = triton_fault(device) if use_triton else "plain torch was asked for"
-        self._splits = BATCH_INVARIANT_SPLITS if batch_invariant else 0
+        self._invariant = batch_invariant
         self._why: dict[str, str] = {}
-        for operation, module in _TRITON_MODULES.items():
-            setattr(self, f"_{operation}", self._choose(operation, module, getattr(gpu_reference, operation)))
+        self._run = {
+            operation: self._choose(operation, module, getattr(_PLAIN.get(operation, gpu_reference), operation))
+            for operation, module in _TRITON_MODULES.items()
+        }
         self._linear: Callable[..., None] = gpu_reference.linear
+        self._why["linear"] = "torch's matrix product is the faster one"
         if batch_invariant:
             self._linear = self._choose("linear", "matmul", gpu_reference.linear)
-            missing = [name for name in ("linear", "decode_attention") if self._why[name]]
+            missing = [name for name in ("linear", "decode_attention", "prefill_attention") if self._why[name]]
             if missing:
                 raise ValueError(f"batch_invariant needs Triton kernels: {self._why[missing[0]]}")
-        else:
-            self._why["linear"] = "torch's matrix product is the faster one"
-        self._why["embed"] = self._why["edit"] = self._why["logprobs"] = "torch has it"
+        self._why["embed"] = self._why["logprobs"] = "torch has it"
+        self._scratch: dict[str, Any] = {}
+        self._outgrown: list[Any] = []
         for operation, why in self._why.items():
             log.info("kernel_chosen operation=%s uses=%s reason=%s", operation, self._name(why), why or "it can run")
 
@@ -110,19 +116,19 @@ class DeviceOps:
         """out = x / rms(x) * weight, row by row; [rows, width]."""
         _check(x, (None, len(weight)), "x")
         _check(out, tuple(x.shape), "out")
-        self._rms_norm(x, weight, eps, out)
+        self._run["rms_norm"](x, weight, eps, out)
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """residual += delta, out = norm of residual; [rows, width]."""
         _check(residual, (None, len(weight)), "residual")
         _check(delta, tuple(residual.shape), "delta")
         _check(out, tuple(residual.shape), "out")
-        self._add_rms_norm(residual, delta, weight, eps, out)
+        self._run["add_rms_norm"](residual, delta, weight, eps, out)
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """out [rows, width] = silu(gate) * up of gate_up [rows, 2 width]."""
         _check(gate_up, (len(out), 2 * out.shape[1]), "gate_up")
-        self._swiglu(gate_up, out)
+        self._run["swiglu"](gate_up, out)
 
     def rope_write(
         self,
@@ -138,7 +144,7 @@ class DeviceOps:
         """Norm (if given) and rotate Q and K of qkv [tokens, (heads + 2 kv_heads) * dim] in place; write K and V."""
         kv_heads, dim = _heads(pool, layer)
         _check(qkv, (rows.num_tokens, (heads + 2 * kv_heads) * dim), "qkv")
-        self._rope_write(qkv, heads, pool, layer, rows.positions, rows.slots, cos, sin, qk_norm)
+        self._run["rope_write"](qkv, heads, pool, layer, rows.positions, rows.slots, cos, sin, qk_norm)
 
     def attention(
         self, qkv: Tensor, heads: int, pool: Tensor, layer: int, rows: DeviceRows, out: Tensor, window: int = 0
@@ -156,43 +162,74 @@ class DeviceOps:
         mixed = out.unflatten(1, (heads, dim))
         if first:
             tables, lengths = rows.tables[:first], rows.lengths[:first]
-            self._decode_attention(
-                q[:first], pool, layer, tables, lengths, mixed[:first], window=window, splits=self._splits
+            splits, scratch = self._decode_launch(q[:first], pool, tables)
+            self._run["decode_attention"](
+                q[:first], pool, layer, tables, lengths, mixed[:first], window=window, splits=splits, scratch=scratch
             )
         if first < rows.num_rows:
             tables, starts, start_pos = rows.tables[first:], rows.starts[first:], rows.start_pos[first:]
-            longest = rows.max_tokens
-            self._prefill_attention(q, pool, layer, tables, starts, start_pos, mixed, max_tokens=longest, window=window)
+            self._run["prefill_attention"](
+                q,
+                pool,
+                layer,
+                tables,
+                starts,
+                start_pos,
+                mixed,
+                max_tokens=rows.max_tokens,
+                window=window,
+                invariant=self._invariant,
+            )
+
+    def _decode_launch(self, q: Tensor, pool: Tensor, tables: Tensor) -> tuple[int, Any]:
+        """(splits, scratch) of a decode attention: memory that is made once lets graphs share it."""
+        splits = BATCH_INVARIANT_SPLITS if self._invariant else 0
+        if self._why["decode_attention"]:
+            return splits, None
+        from kernels.triton import attention_decode, tuned
+
+        rows, heads, dim = q.shape
+        kinds = tuned.Heads(tuned.dtype_name(q.dtype), dim, heads // pool.shape[1], pool.shape[4])
+        capacity = tables.shape[1] * pool.shape[4]
+        launch = tuned.decode_launch(tuned.device_of(q.device), kinds, rows, pool.shape[1], capacity, splits)
+        made = self._scratch.get("decode")
+        if made is None or made.parts.numel() < rows * heads * launch.splits * dim or len(made.arrived) < rows * heads:
+            made = attention_decode.Scratch.make(rows, heads, dim, launch.splits, q.device)
+            self._keep("decode", made)
+        return splits, made
+
+    def _keep(self, name: str, scratch: Any) -> None:
+        """In the place of a smaller one, which graphs may still use."""
+        self._outgrown.append(self._scratch.get(name))
+        self._scratch[name] = scratch
 
     def resolve(self, token_ids: Tensor, fed: Tensor, out: Tensor) -> None:
         """out int64 [tokens] = token_ids, where -1 - k stands for fed[k]."""
         torch.where(token_ids < 0, fed[(-1 - token_ids).clamp(min=0)], token_ids, out=out)
 
-    def edit(self, logits: Tensor, edits: DeviceEdits) -> None:
-        """Bans, biases and penalties, in float32 logits [rows, vocab]."""
-        gpu_sampling.edit(logits, edits)
+    def sample(self, logits: Tensor, settings: Tensor, out: Tensor, edits: DeviceEdits | None = None) -> None:
+        """out int64 [rows]: a token for each row of float32 logits [rows, vocab], in which edits are left, by settings
+        float64 [rows, 8] as `kernels.sampler.SampleTable` has them.
 
-    def sample(self, logits: Tensor, settings: Tensor, out: Tensor, *, all_greedy: bool) -> None:
-        """out int64 [rows]: a token for each row of float32 logits [rows, vocab] by settings float64 [rows, 8].
-
-        all_greedy: the host knows that no row draws.
+        Ties go to the lowest id. A row with NaN or +inf is greedy over its finite logits; one without any gives 0.
         """
-        _check(out, (len(logits),), "out")
-        if all_greedy:
-            gpu_sampling.greedy(logits, out)
-        else:
-            gpu_sampling.sample(logits, settings, out)
+        rows, vocab = logits.shape
+        _check(settings, (rows, SETTINGS), "settings")
+        _check(out, (rows,), "out")
+        if self._why["sample"]:
+            gpu_sampling.sample(logits, settings, out, edits)
+            return
+        from kernels.triton import sample
+
+        made = self._scratch.get("sample")
+        if made is None or made.weights.shape[0] < rows:
+            made = sample.Scratch.make(rows, vocab, logits.device)
+            self._keep("sample", made)
+        sample.sample(logits, settings, out, edits, made)
 
     def logprobs(self, logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """See `gpu_sampling.logprobs`."""
         return gpu_sampling.logprobs(logits, chosen, width)
-
-    _decode_attention: Callable[..., None]
-    _prefill_attention: Callable[..., None]
-    _rms_norm: Callable[..., None]
-    _add_rms_norm: Callable[..., None]
-    _swiglu: Callable[..., None]
-    _rope_write: Callable[..., None]
 
 
 def _check(x: Tensor, shape: tuple[Any, ...], name: str) -> None:

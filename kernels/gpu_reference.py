@@ -19,7 +19,10 @@ QkNorm = tuple[Tensor, Tensor, float]
 def linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """out [rows, N] = x [rows, K] @ weight [N, K].T + bias [N]."""
     if out.dtype != x.dtype:
-        out.copy_(torch.nn.functional.linear(x, weight, bias))
+        if x.is_cuda and bias is None:
+            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)  # sums are not rounded on their way
+        else:
+            out.copy_(torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float()))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -77,7 +80,7 @@ def decode_attention(
     *,
     window: int = 0,
     splits: int = 0,
-    scratch: Tensor | None = None,
+    scratch: object = None,
 ) -> None:
     """out [rows, heads, dim]: attention of one query a row, at position length - 1; zeros where the length is 0.
 
@@ -112,9 +115,10 @@ def prefill_attention(
     *,
     max_tokens: int,
     window: int = 0,
+    invariant: bool = False,
 ) -> None:
     """Causal attention of the tokens starts[i] .. starts[i + 1] of q, out [tokens, heads, dim], row by row over what
-    the pool holds from position 0 on. max_tokens: of the longest row.
+    the pool holds from position 0 on. max_tokens: of the longest row. invariant: nothing here.
     """
     begins, firsts = starts.tolist(), start_pos.tolist()
     for row, first in enumerate(firsts):

@@ -15,42 +15,45 @@ LOGPROB_FLOOR = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceEdits:
-    """What is done to logits before a token is chosen: bans, then biases, then penalties. Lists of all rows in one.
+    """What is done to logits [rows, vocab] before a token is chosen: bans, then biases, then penalties.
 
-    `history_*` are the tokens so far of `penalized` rows, each named by its place among those rows.
+    Lists of all rows, one behind the other; row i has those from begins[i] to begins[i + 1]. int64, amounts float32.
     """
 
-    ban_rows: Tensor  # int64 [bans]
-    ban_ids: Tensor  # int64 [bans]
-    bias_rows: Tensor  # int64 [biases]
-    bias_ids: Tensor  # int64 [biases], no pair of row and id twice
-    bias_amounts: Tensor  # float32 [biases]
-    penalized: Tensor  # int64 [penalized]: row of logits
-    penalties: Tensor  # float32 [penalized, 3]: repetition, presence, frequency
-    history_rows: Tensor  # int64 [history]
-    history_ids: Tensor  # int64 [history]
-    history_outputs: Tensor  # float32 [history]: 1 where a token is output, 0 where it is prompt
+    ban_begins: Tensor  # [rows + 1]
+    banned: Tensor
+    bias_begins: Tensor  # [rows + 1]
+    biased: Tensor  # no id twice in a row
+    amounts: Tensor
+    history_begins: Tensor  # [rows + 1]; a row without history has no penalties
+    histories: Tensor  # prompt and output
+    prompt_lens: Tensor  # [rows]: tokens at the beginning of a history that count for repetition alone
 
 
-def edit(logits: Tensor, edits: DeviceEdits) -> None:
-    """Change float32 logits [rows, vocab] in place; see `kernels.reference.edit_logits`."""
-    if len(edits.ban_rows):
-        logits.index_put_((edits.ban_rows, edits.ban_ids), logits.new_full((), float("-inf")))
-    if len(edits.bias_rows):
-        logits.index_put_((edits.bias_rows, edits.bias_ids), edits.bias_amounts, accumulate=True)
-    if len(edits.penalized):
-        logits[edits.penalized] = _penalize(logits[edits.penalized], edits)
+def edit(logits: Tensor, settings: Tensor, edits: DeviceEdits) -> None:
+    """Change float32 logits [rows, vocab] in place, penalties by columns 5 to 7 of settings float64 [rows, 8]; see
+    `kernels.reference.edit_logits`.
+    """
+    ban_rows, bias_rows = _rows_of(edits.ban_begins, edits.banned), _rows_of(edits.bias_begins, edits.biased)
+    logits.index_put_((ban_rows, edits.banned), logits.new_full((), float("-inf")))
+    logits.index_put_((bias_rows, edits.biased), edits.amounts, accumulate=True)
+    if not len(edits.histories):
+        return
+    rows = _rows_of(edits.history_begins, edits.histories)
+    seen, counts = torch.zeros_like(logits), torch.zeros_like(logits)
+    place = torch.arange(len(rows), device=logits.device) - edits.history_begins[rows]
+    outputs = (place >= edits.prompt_lens[rows]).float()
+    seen.index_put_((rows, edits.histories), torch.ones_like(outputs), accumulate=True)
+    counts.index_put_((rows, edits.histories), outputs, accumulate=True)
+    repetition, presence, frequency = settings[:, 5:8, None].float().unbind(1)
+    changed = torch.where(logits > 0, logits / repetition, logits * repetition)
+    changed = changed - frequency * counts - presence * (counts > 0)
+    logits.copy_(torch.where(seen > 0, changed, logits))
 
 
-def _penalize(x: Tensor, edits: DeviceEdits) -> Tensor:
-    """x: [penalized, vocab]."""
-    seen, counts = torch.zeros_like(x), torch.zeros_like(x)
-    at = edits.history_rows, edits.history_ids
-    seen.index_put_(at, torch.ones_like(edits.history_outputs), accumulate=True)
-    counts.index_put_(at, edits.history_outputs, accumulate=True)
-    repetition, presence, frequency = edits.penalties.t()[:, :, None]
-    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-    return x - frequency * counts - presence * (counts > 0)
+def _rows_of(begins: Tensor, values: Tensor) -> Tensor:
+    """The row of each value; int64."""
+    return torch.repeat_interleave(begins.diff(), output_size=len(values))
 
 
 def greedy(logits: Tensor, out: Tensor) -> None:
@@ -59,12 +62,14 @@ def greedy(logits: Tensor, out: Tensor) -> None:
     torch.argmax(torch.where(logits.isfinite(), logits, float("-inf")), dim=-1, out=out)
 
 
-def sample(logits: Tensor, settings: Tensor, out: Tensor) -> None:
-    """out int64 [rows]: a token for each row of float32 logits [rows, vocab] by its settings float64 [rows, 8], whose
-    first five are temperature (0: greedy), top_k, top_p, min_p and a draw in [0, 1).
+def sample(logits: Tensor, settings: Tensor, out: Tensor, edits: DeviceEdits | None = None) -> None:
+    """out int64 [rows]: a token for each row of float32 logits [rows, vocab], in which edits are left, by its settings
+    float64 [rows, 8], whose first five are temperature (0: greedy), top_k, top_p, min_p and a draw in [0, 1).
 
     A row with NaN or +inf is greedy over its finite logits.
     """
+    if edits is not None:
+        edit(logits, settings, edits)
     greedy(logits, out)
     vocab = logits.shape[1]
     temperature, top_k, top_p, min_p, draw = settings[:, :5, None].unbind(1)

@@ -76,6 +76,8 @@ def step_of(rows: Sequence[tuple[Row, int]], fed: Mapping[int, int] | None = Non
         plan.histories.append(row.ids if row.sampling.needs_history else None)
         plan.prompt_lens.append(row.prompt)
         row.done = end
+    counts = [count for _, count in rows]
+    plan.num_decode_rows = next((number for number, count in enumerate(counts) if count > 1), len(counts))
     return plan
 
 

@@ -40,7 +40,7 @@ def table_of(batches: tuple[int, ...], widths: tuple[int, ...]) -> tuple[GraphTa
     """Recorded over a forward that notes the sizes of its rows."""
     ran: list[tuple[int, int]] = []
     buffers = RowBuffers(layout_for(batches[-1], batches[-1], widths[-1], batches[-1]).num_bytes, CPU)
-    table = GraphTable(batches, widths, buffers, lambda rows: ran.append(tuple(rows.tables.shape)))
+    table = GraphTable(batches, widths, buffers, lambda rows: ran.append(tuple(rows.tables.shape)), lambda rows: None)
     table.record(CPU)
     return table, ran
 
@@ -67,7 +67,7 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it_and_its_padding_is_counte
     for rows, blocks, wanted in ((1, 1, (1, 2)), (2, 2, (2, 2)), (3, 2, (4, 2)), (3, 3, (4, 8)), (4, 8, (4, 8))):
         bucket = table.choose(columns_of(*[(16 * blocks - 1, 1, list(range(blocks)))] * rows))
         assert bucket is not None
-        bucket.graph.replay()
+        bucket.forward.replay()
         assert ran.pop() == wanted
     assert table.counters["graph_hits_4"] == 3
     assert (table.counters["graph_rows"], table.counters["graph_padding_rows"]) == (13, 2)

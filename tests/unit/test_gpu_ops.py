@@ -18,7 +18,7 @@ OPS = DeviceOps(CPU, use_triton=False)
 
 def chosen(logits: torch.Tensor, settings: np.ndarray) -> list[int]:
     out = torch.zeros(len(logits), dtype=torch.int64)
-    OPS.sample(logits.clone(), torch.from_numpy(settings), out, all_greedy=False)
+    OPS.sample(logits.clone(), torch.from_numpy(settings), out)
     return out.tolist()
 
 
@@ -62,7 +62,7 @@ def test_edits_are_those_of_the_reference_row_by_row() -> None:
     edits = device_edits(table, CPU)
     assert edits is not None
     got = logits.clone()
-    OPS.edit(got, edits)
+    OPS.sample(got, torch.from_numpy(settings), torch.zeros(4, dtype=torch.int64), edits)
     for row in range(4):
         wanted = reference.edit_logits(
             logits[row], histories[row].tolist(), prompts[row], *settings[row, 5:].tolist(), biases[row]

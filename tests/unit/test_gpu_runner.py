@@ -32,7 +32,7 @@ DRAWN = SamplingParams(
     logprobs=3,
 )
 
-DRAWN_PLAIN = SamplingParams(max_tokens=99, temperature=0.8, seed=3)
+PLAIN = SamplingParams(max_tokens=99, temperature=0.8, seed=3)
 
 
 def cpu_runner(folder: Path, **options: Any) -> TorchRunner:
@@ -149,13 +149,14 @@ def test_a_preempted_request_goes_on_from_the_host_with_the_same_tokens(tmp_path
     assert told[0] == told[1]
 
 
-def test_fed_back_tokens_with_two_steps_under_way_equal_run_by_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampling", [PLAIN, DRAWN], ids=["plain", "penalties"])
+def test_fed_back_tokens_with_two_steps_under_way_equal_run_by_run(tmp_path: Path, sampling: SamplingParams) -> None:
     folder = model_of(tmp_path)
     told = []
     for overlapped in (False, True):
         runner = gpu_runner(folder)
         rows = [
-            Row(prompt_of(seed, 9 + seed), [5 * seed, 5 * seed + 1, 5 * seed + 2], DRAWN_PLAIN) for seed in range(3)
+            Row(prompt_of(seed, 9 + seed), [5 * seed, 5 * seed + 1, 5 * seed + 2], sampling) for seed in range(3)
         ]
         start = [(row, len(row.ids)) for row in rows]
         steps = 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -65,37 +64,26 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def device_edits(table: SampleTable, device: torch.device) -> DeviceEdits | None:
-    """What the rows want done to their logits; None: nothing."""
-    penalized = [row for row, history in enumerate(table.histories) if len(history)]
-    if not (any(table.banned) or table.biases or penalized):
+    """What the rows want done to their logits; None: nothing. Ids below 0 in a history are passed on as they are."""
+    if not (any(table.banned) or any(table.biases) or any(map(len, table.histories))):
         return None
-    bans, biases = [list(row) for row in table.banned], [list(row) for row in table.biases]
-    histories = [table.histories[row] for row in penalized]
-    outputs = [np.arange(len(h)) >= table.prompt_lens[row] for row, h in zip(penalized, histories, strict=True)]
-    flat_biases = list(chain.from_iterable(biases))
-
-    def ids(values: Any) -> Tensor:
-        return upload(np.asarray(values, np.int64), torch.int64, device)
-
-    def numbers(values: Any) -> Tensor:
-        return upload(np.asarray(values, np.float32), torch.float32, device)
-
-    return DeviceEdits(
-        ban_rows=ids(_row_of(bans)),
-        ban_ids=ids(list(chain.from_iterable(bans))),
-        bias_rows=ids(_row_of(biases)),
-        bias_ids=ids([token for token, _ in flat_biases]),
-        bias_amounts=numbers([amount for _, amount in flat_biases]),
-        penalized=ids(penalized),
-        penalties=numbers(table.settings[penalized, 5:8]),
-        history_rows=ids(_row_of(histories)),
-        history_ids=ids(np.concatenate([*histories, np.zeros(0, np.int64)])),
-        history_outputs=numbers(np.concatenate([*outputs, np.zeros(0, bool)])),
-    )
+    rows = len(table.banned)
+    biases, histories = table.biases or [()] * rows, table.histories or [()] * rows
+    amounts = np.fromiter((amount for row in biases for _, amount in row), np.float32)
+    ban_begins, banned = _flat(table.banned, device)
+    bias_begins, biased = _flat([[token for token, _ in row] for row in biases], device)
+    history_begins, history = _flat(histories, device)
+    prompt_lens = upload(np.asarray(table.prompt_lens or [0] * rows), torch.int64, device)
+    bias_amounts = upload(amounts, torch.float32, device)
+    return DeviceEdits(ban_begins, banned, bias_begins, biased, bias_amounts, history_begins, history, prompt_lens)
 
 
-def _row_of(lists: Sequence[Any]) -> np.ndarray[Any, Any]:
-    return np.repeat(np.arange(len(lists)), [len(values) for values in lists])
+def _flat(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(where each row's ids begin [rows + 1], all ids)."""
+    begins = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=begins[1:])
+    parts = [np.asarray(ids, np.int64) for ids in lists]
+    return upload(begins, torch.int64, device), upload(np.concatenate(parts), torch.int64, device)
 
 
 @dataclass(slots=True)

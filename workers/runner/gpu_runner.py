@@ -80,7 +80,7 @@ class GpuRunner:
             raise StartupError(f"max_model_len {max_model_len} is over the model's own limit of {c.max_positions}")
         self.max_model_len, self.eos_token_ids = max_model_len, c.eos_token_ids
         self.device, self.weight_format = choose_device(device), weight_format
-        self._max_seqs, self._max_batched_tokens = max_seqs, max_batched_tokens
+        self.max_seqs, self.max_batched_tokens = max_seqs, max_batched_tokens
         files = Weights(self.model_path)
         self.dtype = choose_dtype(weight_format, files, self.device)
         self.weight_storage = str(self.dtype).removeprefix("torch.")
@@ -117,7 +117,11 @@ class GpuRunner:
             layout_for(max_seqs, max_batched_tokens, max_blocks, max_seqs).num_bytes, self.device
         )
         self.graphs = GraphTable(
-            batch_buckets(max_seqs), width_buckets(max_blocks, block_size), self._buffers, self._forward_decode
+            batch_buckets(max_seqs),
+            width_buckets(max_blocks, block_size),
+            self._buffers,
+            self._forward_decode,
+            self._sample_decode,
         )
         if not cuda_graphs:
             self.graphs.turn_off("off")
@@ -186,7 +190,7 @@ class GpuRunner:
             num_fed,
         )
         count = columns.num_sampled
-        if columns.rows > self._max_seqs or columns.tokens > self._max_batched_tokens:
+        if columns.rows > self.max_seqs or columns.tokens > self.max_batched_tokens:
             raise ValueError(f"{columns.rows} rows and {columns.tokens} tokens are more than this runner was made for")
         table = sampling_table(plan)
         bucket = self.graphs.choose(columns)
@@ -197,21 +201,23 @@ class GpuRunner:
         host["settings"][:count] = table.settings
         host["settings"][count:] = 0.0
         self._buffers.send(layout)
+        rows = bucket.rows if bucket else self._buffers.rows(layout, columns.num_decode, columns.max_tokens)
         if bucket is not None:
-            bucket.graph.replay()
-            rows, logits = bucket.rows, self._space.logits[:count]
+            bucket.forward.replay()
         else:
-            rows = self._buffers.rows(layout, columns.num_decode, columns.max_tokens)
-            logits = self._decoder.forward(rows)
+            self._decoder.forward(rows)
         if not count:
             return
+        logits, tokens = self._space.logits[:count], self._space.tokens[:count]
         step.asking = asking_rows(plan)
         raw = logits[upload(list(step.asking), torch.int64, self.device)] if step.asking else None
-        if (edits := device_edits(table, self.device)) is not None:
-            self._ops.edit(logits, edits)
-        tokens = self._space.tokens[:count]
-        all_greedy = not table.settings[:, 0].any()
-        self._ops.sample(logits, rows.settings[:count], tokens, all_greedy=all_greedy)
+        edits = device_edits(table, self.device)
+        if bucket is not None and edits is None:
+            bucket.sample.replay()
+        else:
+            if edits is not None:
+                self._ops.resolve(edits.histories, self._space.tokens, edits.histories)
+            self._ops.sample(logits, rows.settings[:count], tokens, edits)
         self._num_fed = count
         self._submitted += 1
         step.tokens = self._answers[self._submitted % MAX_UNDER_WAY][:count]
@@ -228,11 +234,15 @@ class GpuRunner:
     def _forward_decode(self, rows: DeviceRows) -> None:
         self._decoder.forward(rows, all_sampled=True)
 
+    def _sample_decode(self, rows: DeviceRows) -> None:
+        count = rows.num_rows
+        self._ops.sample(self._space.logits[:count], rows.settings, self._space.tokens[:count])
+
     # ---- start
 
     def warm_up(self) -> None:
         """Run a prefill and a decode step, record the graphs, time block copies."""
-        tokens = min(self.layout.block_size * min(self.num_blocks, 2), self.max_model_len, self._max_batched_tokens)
+        tokens = min(self.layout.block_size * min(self.num_blocks, 2), self.max_model_len, self.max_batched_tokens)
         table = list(range(self.layout.blocks_for(tokens)))
         for start, count in ((0, tokens - 1), (tokens - 1, 1)):
             if count:

@@ -77,7 +77,9 @@ class CalledGraph:
 class Bucket:
     layout: RowLayout
     rows: DeviceRows
-    graph: Graph
+    forward: Graph
+    sample: Graph
+    """Chooses tokens from what `forward` left, for steps that ask for nothing but a choice."""
 
 
 class GraphTable:
@@ -89,11 +91,12 @@ class GraphTable:
         widths: Iterable[int],
         buffers: RowBuffers,
         forward: Callable[[DeviceRows], None],
+        sample: Callable[[DeviceRows], None],
     ) -> None:
-        """forward: enqueues a step of decode rows that all sample."""
+        """forward: enqueues a step of decode rows that all sample; sample: chooses their tokens."""
         self._batches, self._widths = tuple(batches), tuple(widths)
         self._buffers = buffers
-        self._forward = forward
+        self._forward, self._sample = forward, sample
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self.off_reason = "not_recorded"
         """Why there are no graphs; empty when there are."""
@@ -115,10 +118,15 @@ class GraphTable:
         make: Callable[..., Graph] = CudaGraph if on_gpu else CalledGraph
         began = time.monotonic()
         sizes = [(batch, width) for batch in reversed(self._batches) for width in reversed(self._widths)]
+        samples: dict[int, Graph] = {}
         for done, (batch, width) in enumerate(sizes, 1):
             layout = layout_for(batch, batch, width, batch)
             rows = self._buffers.rows(layout, num_decode=batch, max_tokens=0)
-            self._buckets[batch, width] = Bucket(layout, rows, make(lambda rows=rows: self._forward(rows), pool))
+            forward = make(lambda rows=rows: self._forward(rows), pool)
+            # Settings lie at the beginning of every layout: one graph serves all widths.
+            if batch not in samples:
+                samples[batch] = make(lambda rows=rows: self._sample(rows), pool)
+            self._buckets[batch, width] = Bucket(layout, rows, forward, samples[batch])
             log.info(
                 "graph_recorded done=%d of=%d rows=%d blocks=%d took_s=%.1f",
                 done,

@@ -20,7 +20,10 @@ _NO_HISTORY = np.zeros(0, np.int64)
 
 
 def sampling_table(plan: StepPlan) -> SampleTable:
-    """Of the rows that sample. Raises InvariantError when one of them lacks the history that its penalties need."""
+    """Of the rows that sample. Raises InvariantError when one of them lacks the history that its penalties need.
+
+    A token that the step before samples stands in histories as in the plan's token_ids.
+    """
     rows = [i for i, wanted in enumerate(plan.samples) if wanted]
     settings = np.zeros((len(rows), 8))
     biased = penalized = False
@@ -67,6 +70,8 @@ def _history(plan: StepPlan, row: int) -> np.ndarray[tuple[int], np.dtype[np.int
         return _NO_HISTORY
     history = plan.histories[row]
     count = plan.start_pos[row] + plan.num_tokens[row]
+    if history is not None and row < plan.num_decode_rows and plan.token_ids[row] < 0:
+        history = [*history[: count - 1], plan.token_ids[row]]
     if history is None or len(history) < count:
         raise InvariantError(f"step {plan.step_id}: row {row} lacks the history of its penalties")
     return np.fromiter(history, np.int64, count)
