@@ -35,8 +35,9 @@ _TRITON_MODULES = {
     "swiglu": "rows",
     "rope_write": "rows",
     "sample": "sample",
+    "logprobs": "logprobs",
 }
-_PLAIN = {"sample": gpu_sampling}
+_PLAIN = {"sample": gpu_sampling, "logprobs": gpu_sampling}
 _MAY_WAIT = ("prefill_attention", "rope_write")
 """Whose torch forms wait for the device."""
 
@@ -65,14 +66,14 @@ class DeviceOps:
             operation: self._choose(operation, module, getattr(_PLAIN.get(operation, gpu_reference), operation))
             for operation, module in _TRITON_MODULES.items()
         }
-        self._linear: Callable[..., None] = gpu_reference.linear
         self._why["linear"] = "torch's matrix product is the faster one"
+        self._linear_rows = 0
         if batch_invariant:
-            self._linear = self._choose("linear", "matmul", gpu_reference.linear)
+            self._choose("linear", "matmul", gpu_reference.linear)
             missing = [name for name in ("linear", "decode_attention", "prefill_attention") if self._why[name]]
             if missing:
                 raise ValueError(f"batch_invariant needs Triton kernels: {self._why[missing[0]]}")
-        self._why["embed"] = self._why["logprobs"] = "torch has it"
+        self._why["embed"] = "torch has it"
         self._scratch: dict[str, Any] = {}
         self._outgrown: list[Any] = []
         for operation, why in self._why.items():
@@ -110,7 +111,15 @@ class DeviceOps:
         """out [rows, N] = x [rows, K] @ weight [N, K].T + bias [N]."""
         _check(x, (None, weight.shape[1]), "x")
         _check(out, (len(x), weight.shape[0]), "out")
-        self._linear(x, weight, out, bias)
+        if not self._invariant:
+            gpu_reference.linear(x, weight, out, bias)
+            return
+        from kernels.triton import matmul
+
+        if (made := self._scratch.get("linear")) is None or self._linear_rows < len(x):
+            self._linear_rows, made = len(x), matmul.Scratch.make(x.device, len(x))
+            self._keep("linear", made)
+        matmul.linear(x, weight, out, bias, made)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight, row by row; [rows, width]."""
@@ -229,7 +238,8 @@ class DeviceOps:
 
     def logprobs(self, logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """See `gpu_sampling.logprobs`."""
-        return gpu_sampling.logprobs(logits, chosen, width)
+        told: tuple[Tensor, Tensor] = self._run["logprobs"](logits, chosen, width)
+        return told
 
 
 def _check(x: Tensor, shape: tuple[Any, ...], name: str) -> None:

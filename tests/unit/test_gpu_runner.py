@@ -155,9 +155,7 @@ def test_fed_back_tokens_with_two_steps_under_way_equal_run_by_run(tmp_path: Pat
     told = []
     for overlapped in (False, True):
         runner = gpu_runner(folder)
-        rows = [
-            Row(prompt_of(seed, 9 + seed), [5 * seed, 5 * seed + 1, 5 * seed + 2], sampling) for seed in range(3)
-        ]
+        rows = [Row(prompt_of(seed, 9 + seed), [5 * seed, 5 * seed + 1, 5 * seed + 2], sampling) for seed in range(3)]
         start = [(row, len(row.ids)) for row in rows]
         steps = 8
         if not overlapped:
