@@ -58,6 +58,8 @@ _COUNTERS = (
     ("scheduled_prefill_tokens", "prefill_tokens", "Tokens computed in chunks of prefills"),
     ("scheduled_decode_tokens", "decode_tokens", "Tokens computed in rows of decodes"),
     ("partial_prefills", "partial_prefills", "Chunks that were not the last of their prompt"),
+    ("graph_rows", "graph_rows", "Rows of steps that replayed a recorded graph"),
+    ("graph_padding_rows", "graph_padding_rows", "Rows of those graphs that were left over"),
     ("prefix_cache_lookups", "prefix_lookups", "Requests that looked for their prefix"),
     ("prefix_cache_hit_tokens", "cached_tokens_hit", "Tokens that the prefix cache had"),
     ("prefix_cache_evictions", "evictions", "Cached blocks given up for others"),
@@ -78,6 +80,11 @@ _COUNTERS = (
     ("kv_transfer_seconds", "transfer_s", "Time in which reads of KV were in flight"),
 )
 """(name without prefix and suffix, key of the worker's counters, text)."""
+_LABELED = (
+    ("graph_steps", "rows", "graph_hits_", "Steps that replayed a recorded graph, by the rows that it has"),
+    ("graph_eager_steps", "reason", "graph_eager_", "Steps that ran without one, by reason"),
+)
+"""(name without prefix and suffix, label, prefix of the keys of the worker's counters, text)."""
 _GAUGES = (
     ("predictor_error_ratio", "predictor_error", "Median absolute error of predicted step times, as a share"),
     ("predictor_samples", "predictor_samples", "Steps that the predictor has learned from"),
@@ -173,6 +180,13 @@ class WorkerMetrics(Collector):
                 for pair in answer.pairs:
                     pairs.add_metric((*self._labels(answer), pair.holder_id, pair.lane), float(getattr(pair, field)))
             yield pairs
+        for name, label, prefix, text in _LABELED:
+            counter = CounterMetricFamily(f"headrace_{name}", text, labels=(*_LABELS, label))
+            for answer in answers:
+                for key, value in sorted(answer.counters.items()):
+                    if key.startswith(prefix):
+                        counter.add_metric((*self._labels(answer), key.removeprefix(prefix)), value)
+            yield counter
         yield self._by("worker_refusals", "reason", CounterMetricFamily, "refusals", "Requests refused by a worker")
         text = "Weighted tokens that a worker has served, by its share; those that had most"
         yield self._by("worker_tenant_service", "tenant", GaugeMetricFamily, "tenant_service", text)

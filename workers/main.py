@@ -19,6 +19,7 @@ import grpc
 
 from headrace.control_groups import available_bytes
 from headrace.core.fairness import ServiceCounters
+from headrace.errors import StartupError
 from headrace.paths import cache_root
 from headrace.process import die_with_parent, end_process_if_failed, log_to_stderr, serve
 from headrace.v1 import worker_pb2 as pb
@@ -41,7 +42,7 @@ from workers.journal_file import open_journal
 from workers.memory_watch import MemoryWatch
 from workers.movers import Movers
 from workers.predictor_file import load_predictor, profile_key
-from workers.runner.base import Runner
+from workers.runner.base import DeviceMemory, Runner
 from workers.runner.pool import is_pinned
 from workers.server import SERVER_OPTIONS, WorkerService
 from workers.spec import WorkerReady, WorkerSpec
@@ -64,6 +65,8 @@ EXIT_QUARANTINE = 72
 
 def torch_runner(spec: WorkerSpec) -> Runner:
     """The real runner, loaded, self-tested and warm. torch is imported here and nowhere above."""
+    if spec.engine.device != "cpu":
+        return gpu_runner(spec)
     from workers.runner.torch_runner import TorchRunner
 
     runner = TorchRunner(
@@ -77,6 +80,30 @@ def torch_runner(spec: WorkerSpec) -> Runner:
         max_batched_tokens=spec.max_num_batched_tokens,
         max_seqs=spec.max_num_seqs,
         swap_bytes=spec.swap_bytes,
+    )
+    runner.warm_up()
+    return runner
+
+
+def gpu_runner(spec: WorkerSpec) -> Runner:
+    """The runner of a worker whose engine is not a CPU's."""
+    from workers.runner.gpu_runner import GpuRunner
+
+    if spec.exact:
+        raise StartupError("exact needs engine.device: cpu; engine.batch_invariant is what a GPU can keep")
+    runner = GpuRunner(
+        spec.model_path,
+        spec.max_model_len,
+        device=spec.engine.device,
+        block_size=spec.block_size,
+        kv_cache_bytes=spec.kv_cache_bytes,
+        gpu_memory_utilization=spec.engine.gpu_memory_utilization,
+        weight_format=spec.weight_format,
+        max_batched_tokens=spec.max_num_batched_tokens,
+        max_seqs=spec.max_num_seqs,
+        swap_bytes=spec.swap_bytes,
+        cuda_graphs=spec.engine.cuda_graphs,
+        batch_invariant=spec.engine.batch_invariant,
     )
     runner.warm_up()
     return runner
@@ -99,6 +126,8 @@ class Worker:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._events = open_journal(spec)
         runner = await asyncio.to_thread(self._make_runner, spec)
+        if isinstance(runner.lane_pool, DeviceMemory):
+            raise StartupError("no lane reads and writes KV in device memory yet; set engine.device: cpu")
         layout, identity = runner.layout, runner.fingerprint()
         fingerprint = identity.hex()
         card = card_of(runner.identity_fields(), layout.block_size)
@@ -185,6 +214,7 @@ class Worker:
         self.engine.start()
         self._movers.start()
         await self._server.start()
+        self._runner = runner
         self._monitor_task = asyncio.create_task(self._monitor(layout.block_bytes))
         self._monitor_task.add_done_callback(end_process_if_failed)
         return WorkerReady(
@@ -232,6 +262,7 @@ class Worker:
             await asyncio.sleep(TICK_S)
             self.hub.tick()
             self.memory_watch.tick(time.monotonic())
+            self.hub.counters.update(self._runner.counters)
             if self._events is not None:
                 self.hub.counters.update(self._events.counters)
             idle_ticks = 0 if self.hub.live_requests else idle_ticks + 1

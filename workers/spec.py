@@ -12,6 +12,18 @@ from workers.core.settings import SchedulingOptions
 from workers.model.weight_format import WeightFormat
 
 
+class EngineOptions(BaseModel):
+    """What a worker computes on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str = "cpu"
+    """cpu | cuda"""
+    cuda_graphs: bool = True
+    batch_invariant: bool = False
+    gpu_memory_utilization: float = 0.9
+
+
 class WorkerSpec(BaseModel):
     """One worker incarnation. Paths are local to the node; times in seconds, sizes in bytes."""
 
@@ -24,7 +36,9 @@ class WorkerSpec(BaseModel):
     """A prepared Hugging Face folder (config.json, safetensors)."""
     max_model_len: int
     threads: int = Field(ge=1)
-    kv_cache_bytes: int = Field(gt=0)
+    kv_cache_bytes: int = Field(ge=0)
+    """0, on a GPU alone: what is left in `engine.gpu_memory_utilization` of its memory."""
+    engine: EngineOptions = EngineOptions()
     block_size: int = 16
     exact: bool = False
     weight_format: WeightFormat = WeightFormat.AUTO

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from headrace.control_groups import available_bytes, core_quota
 from headrace.errors import StartupError
 from workers.model.loaders import Weights
 from workers.model.weight_format import WeightFormat
+
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,26 @@ class ModelFacts:
 class Machine:
     cores: int
     available_bytes: int
+    num_gpus: int = 0
+    """CUDA devices that torch sees."""
 
 
 def read_machine() -> Machine:
     """Cores and memory that this process may use: affinity counts, and the limits of its control groups."""
     cores = len(os.sched_getaffinity(0))
     quota = core_quota()
-    return Machine(max(1, int(quota)) if quota < cores else cores, available_bytes())
+    return Machine(max(1, int(quota)) if quota < cores else cores, available_bytes(), count_gpus())
+
+
+def count_gpus() -> int:
+    """Asks torch, in a process of its own and only where NVIDIA's driver is loaded: importing torch takes seconds."""
+    if not NVIDIA_CONTROL.exists():
+        return 0
+    asked = subprocess.run([sys.executable, "-m", "workers.runner.gpus"], capture_output=True, check=False)
+    try:
+        return len(json.loads(asked.stdout)["names"])
+    except (ValueError, KeyError, TypeError):
+        return 0
 
 
 def read_model_facts(folder: Path, weight_format: WeightFormat) -> ModelFacts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.config.facts import Machine, ModelFacts
 from cluster.config.load import ConfigError
 from cluster.config.schema import PoolConfig, ServeConfig
@@ -18,8 +20,21 @@ PROCESS_BYTES = 384 << 20
 """Interpreter, libraries and workspace of one worker, beside weights and KV."""
 
 
+def on_gpu(config: ServeConfig, model: ModelFacts, device: str) -> ModelFacts:
+    """The model as workers on `device` hold it: on a GPU KV has the model's dtype, and weights take no host memory."""
+    if device == "cpu":
+        return model
+    token_bytes = model.kv_bytes_per_token // (1 if config.model.dtype == "float32" else 2)
+    return replace(model, kv_bytes_per_token=token_bytes, weight_bytes=0)
+
+
 def _block_bytes(pool: PoolConfig, model: ModelFacts) -> int:
     return model.kv_bytes_per_token * pool.block_size
+
+
+def gpu_kv_cache_bytes(pool: PoolConfig, model: ModelFacts) -> int:
+    """0: each worker takes what is left of its device's memory."""
+    return (pool.kv_cache_bytes or 0) // _block_bytes(pool, model) * _block_bytes(pool, model)
 
 
 def kv_cache_bytes(pool: PoolConfig, model: ModelFacts, machine: Machine, max_model_len: int | None) -> int:
@@ -73,10 +88,12 @@ def memory_marks(pool: PoolConfig, machine: Machine) -> tuple[int, int]:
     return low, low // 2 if critical is None else critical
 
 
-def max_model_len(config: ServeConfig, model: ModelFacts, kv_bytes: list[int]) -> int:
+def max_model_len(config: ServeConfig, model: ModelFacts, kv_bytes: list[int], device: str = "cpu") -> int:
     """Raises ConfigError for a KV pool that is too small."""
     held = []
     for index, (pool, size) in enumerate(zip(config.pools, kv_bytes, strict=True)):
+        if device != "cpu" and pool.kv_cache_bytes is None:
+            continue  # known to its worker alone
         tokens = size // model.kv_bytes_per_token
         if size < 2 * _block_bytes(pool, model):
             needed = format_bytes(2 * _block_bytes(pool, model))
@@ -90,7 +107,7 @@ def max_model_len(config: ServeConfig, model: ModelFacts, kv_bytes: list[int]) -
                 ]
             )
         held.append(tokens)
-    return config.model.max_model_len or min(model.max_position_embeddings, *held)
+    return config.model.max_model_len or min([model.max_position_embeddings, *held])
 
 
 def check_memory(

@@ -63,14 +63,29 @@ def resolve(
         raise ConfigError(
             [f"model.max_model_len: must be at most the model's own limit, {model.max_position_embeddings}"]
         )
-    kv_bytes = [memory.kv_cache_bytes(pool, model, machine, asked_len) for pool in config.pools]
-    max_model_len = memory.max_model_len(config, model, kv_bytes)
-    swap_bytes = memory.swap_bytes(config, model, machine, kv_bytes)
-    memory.check_memory(config, model, machine, kv_bytes, swap_bytes)
+    in_cluster = config.cluster.address is not None
+    engine = config.engine.resolved(0 if in_cluster else machine.num_gpus)
+    model = memory.on_gpu(config, model, engine.device)
+    if engine.device == "cpu":
+        kv_bytes = [memory.kv_cache_bytes(pool, model, machine, asked_len) for pool in config.pools]
+        host_kv_bytes = kv_bytes
+    else:
+        if shares := [index for index, pool in enumerate(config.pools) if pool.kv_cache_fraction is not None]:
+            raise ConfigError(
+                [
+                    f"pools.{index}.kv_cache_fraction: is of the machine's own memory; on a GPU it is "
+                    "engine.gpu_memory_utilization"
+                    for index in shares
+                ]
+            )
+        kv_bytes = [memory.gpu_kv_cache_bytes(pool, model) for pool in config.pools]
+        host_kv_bytes = [0] * len(kv_bytes)
+    max_model_len = memory.max_model_len(config, model, kv_bytes, engine.device)
+    swap_bytes = memory.swap_bytes(config, model, machine, host_kv_bytes)
+    memory.check_memory(config, model, machine, host_kv_bytes, swap_bytes)
     threads = _threads(config, machine)
     token = config.cluster.token.get_secret_value() if config.cluster.token else new_secret()
     namespace_secret = _namespace_secret(config, new_secret, kept_secret or new_secret)
-    in_cluster = config.cluster.address is not None
 
     service = _service(config)
     workers: list[WorkerSpec] = []
@@ -92,6 +107,7 @@ def resolve(
                     threads=pool_threads,
                     kv_cache_bytes=pool_kv_bytes,
                     block_size=pool.block_size,
+                    engine=engine,
                     exact=config.exact,
                     weight_format=config.model.weight_format,
                     max_num_batched_tokens=pool.max_num_batched_tokens,

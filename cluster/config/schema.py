@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 
 from cluster.config import ports
 from cluster.config.degradation import DegradationConfig
+from cluster.config.devices import EngineConfig
 from cluster.config.routing import RoutingConfig
 from cluster.config.scheduling import SchedulingConfig
 from cluster.config.section import Count, Seconds, Section, auto_size, auto_to_none
@@ -36,7 +37,8 @@ class ModelConfig(Section):
     max_model_len: Annotated[Annotated[int, Field(ge=1, le=1 << 24)] | None, BeforeValidator(auto_to_none)] = None
     """Most tokens of prompt and output together. auto: the model's limit, at most what the smallest KV pool holds."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """How the weights are kept; arithmetic is float32. auto: as the checkpoint has them, GGUF's integers too."""
+    """How the weights are kept; arithmetic is float32. auto: as the checkpoint has them, GGUF's integers too. On a GPU
+    also the type of activations and KV. auto: bfloat16, float16 where the checkpoint is."""
     quantization: Literal["none", "int8"] = "none"
     """int8: all matrices become integers with a scale for each output channel."""
 
@@ -292,6 +294,7 @@ class ServeConfig(Section):
     kv_transfer: KvTransferConfig = KvTransferConfig()
     cluster: ClusterConfig = ClusterConfig()
     events: EventsConfig = EventsConfig()
+    engine: EngineConfig = EngineConfig()
     exact: bool = False
     """Outputs bit-equal whatever the batch; slower."""
 
@@ -308,6 +311,8 @@ class ServeConfig(Section):
             raise ValueError("gateway.mode: disaggregated needs a prefill and a decode pool")
         if any(pool.scheduling.service_weights != self.pools[0].scheduling.service_weights for pool in self.pools):
             raise ValueError("pools: service_weights must be the same everywhere; a tenant's service is added up")
+        if self.exact and self.engine.device == "cuda":
+            raise ValueError("exact needs engine.device: cpu; engine.batch_invariant is what a GPU can keep")
         if len({pool.block_size for pool in self.pools}) > 1:
             raise ValueError("pools: block_size must be the same everywhere; KV blocks move between pools unchanged")
         return self

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from headrace.sampling import SamplingParams
+from kernels.gpu_ops import DeviceOps
+from kernels.gpu_rows import RowBuffers, check_rows, fill_rows, layout_for
+from kernels.ops import PoolShape
 from tests.gpu_runs import Row, gpu_runner, model_of, prompt_of, step_of, take
 
 pytest.importorskip("triton")
@@ -44,18 +47,25 @@ def test_tokens_are_those_of_plain_torch(tmp_path: Path) -> None:
     assert told[0] == told[1]
 
 
-def test_a_batch_invariant_row_has_the_same_logits_bit_for_bit_in_every_batch(tmp_path: Path) -> None:
+def test_batch_invariant_products_and_attention_give_a_row_the_same_bits_alone_and_among_others() -> None:
     pytest.importorskip("kernels.triton.matmul")
-    folder = small(tmp_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ops = DeviceOps(device, batch_invariant=True)
+    assert ops.chosen()["linear"] == "triton"
+    shape = PoolShape(num_blocks=12, kv_heads=1, layers=1, block_size=16, head_dim=16)
+    pool = shape.view(torch.randn(shape.num_blocks * shape.block_floats)).to(device)
+    x, weight = torch.randn(3, 48).to(device), torch.randn(64, 48).to(device)
+    tables = [[3, 1, 4, 11, 9], [2], [6, 5]]
     seen = []
-    for mates in (0, 2):
-        runner = gpu_runner(folder, use_triton=True, batch_invariant=True, max_seqs=3)
-        row = Row(prompt_of(1, 40), [3, 17, 5])
-        others = [Row(prompt_of(7 + mate, 5 + 9 * mate), [20 + mate, 30 + mate]) for mate in range(mates)]
-        told = []
-        for count in (21, 19, 1):
-            rows = [(row, count), *((mate, len(mate.ids) - mate.done) for mate in others)]
-            take(rows, step_of(rows), runner)
-            told.append(runner._space.logits[0].clone())
-        seen.append(torch.stack(told[1:]))
+    for rows in (1, 3):
+        columns = check_rows(16, 99, [70, 3, 20][:rows], [1] * rows, tables[:rows], [0] * rows, [True] * rows, 9, 0)
+        layout = layout_for(rows, rows, columns.width, rows)
+        buffers = RowBuffers(layout.num_bytes, device)
+        fill_rows(buffers.next_host(layout), columns, shape)
+        buffers.send(layout)
+        qkv, mixed = torch.empty(rows, 64, device=device), torch.empty(rows, 32, device=device)
+        ops.linear(x[:rows], weight, qkv)
+        ops.attention(qkv, 2, pool, 0, buffers.rows(layout, rows, 0), mixed)
+        seen.append(torch.cat((qkv[0], mixed[0])))
     assert torch.equal(*seen)
+    assert torch.allclose(seen[0][:64], x[0] @ weight.t(), atol=1e-4)

@@ -49,6 +49,11 @@ class Runner(Protocol):
     weight_storage: str
     """How the weights are kept in memory, in words."""
 
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What it counts of its own, since the start."""
+        ...
+
     def run(self, plan: StepPlan) -> StepResult:
         """Copy to the host, give back and take memory, copy from the host and in the pool, compute the rows, write
         their KV, sample.

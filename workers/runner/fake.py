@@ -150,6 +150,11 @@ class FakeRunner:
         """See `Runner.fingerprint`."""
         return root_hash(self.identity_fields())
 
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """See `Runner.counters`: none."""
+        return {}
+
     def memory_plan(self) -> dict[str, int]:
         """Bytes by use."""
         return {"weights": 0, "workspace": 0, "kv": self.kv_pool.nbytes, "block_metadata": 0}

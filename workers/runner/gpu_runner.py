@@ -97,6 +97,12 @@ class GpuRunner:
         self.num_blocks = num_blocks if num_blocks is not None else kv_cache_bytes // block_bytes
         if self.num_blocks < 1 and self.device.type == "cuda" and not kv_cache_bytes:
             self.num_blocks = blocks_that_fit(gpu_memory_utilization, block_bytes, self.device)
+        held = self.num_blocks * block_size
+        if num_blocks is None and 0 < held < max_model_len:
+            raise StartupError(
+                f"the KV pool holds {held:,} tokens, below max_model_len {max_model_len:,}; lower max_model_len, or "
+                "raise kv_cache_bytes or gpu_memory_utilization"
+            )
         if self.num_blocks < 1:
             raise StartupError(f"the KV pool must hold at least one block of {block_bytes:,} bytes")
         self.host_blocks = host_blocks if host_blocks is not None else swap_bytes // block_bytes
@@ -255,8 +261,8 @@ class GpuRunner:
         self.host_copy_block_s = self._memory.time_copies()
 
     @property
-    def counters(self) -> Mapping[str, int]:
-        """What graphs did: steps by bucket, rows and padding in them, steps that ran as they are by reason."""
+    def counters(self) -> Mapping[str, float]:
+        """See `Runner.counters`: steps by graph, rows and padding in them, steps that ran as they are by reason."""
         return self.graphs.counters
 
     def memory_plan(self) -> dict[str, int]:

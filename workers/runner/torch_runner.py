@@ -196,6 +196,11 @@ class TorchRunner:
                 took.append(time.perf_counter() - begin)
         return median(took) if took else 0.0
 
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """See `Runner.counters`: none."""
+        return {}
+
     def memory_plan(self) -> dict[str, int]:
         """Bytes by use (C1)."""
         return self._decoder.memory_plan() | {
