@@ -27,11 +27,14 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 """Every way in which a model of F1 differs: GQA, biases, QK-norm, windows, rotation, a head of its own."""
 
 
-def gpu_runner(folder: Path, **options: Any) -> GpuRunner:
-    """Over 40 blocks on the CPU, its graphs recorded."""
+def gpu_runner(folder: Path, warm: bool = True, **options: Any) -> GpuRunner:
+    """Over 40 blocks on the CPU, its graphs recorded; warm: after steps to warm up."""
     settings = {"num_blocks": 40, "device": "cpu", "max_seqs": 6, "max_batched_tokens": 96, "use_triton": False}
     runner = GpuRunner(folder, 256, **(settings | options))
-    runner.warm_up()
+    if warm:
+        runner.warm_up()
+    else:
+        runner.graphs.record(runner.device)
     return runner
 
 

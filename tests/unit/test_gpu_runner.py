@@ -239,6 +239,17 @@ def test_halves_compute_in_halves_and_say_so(tmp_path: Path) -> None:
     assert near > 0.999
 
 
+def test_dummy_weights_need_a_configuration_alone_and_are_the_same_each_time(tmp_path: Path) -> None:
+    folder = model_of(tmp_path, tied=False)
+    real = gpu_runner(folder)
+    (folder / "model.safetensors").unlink()
+    dummies = [gpu_runner(folder, load_format="dummy") for _ in range(2)]
+    assert outputs(dummies[0]) == outputs(dummies[1]) != outputs(real)
+    assert dummies[0].memory_plan() == real.memory_plan()
+    embedding_bytes = 512 * real.config.hidden * 4
+    assert real.memory_plan()["weights"] - real.read_bytes == embedding_bytes + 256 * real.config.head_dim * 4
+
+
 def test_every_byte_of_the_plan_is_named(tmp_path: Path) -> None:
     plan = gpu_runner(model_of(tmp_path), host_blocks=2).memory_plan()
     assert set(plan) == {"weights", "workspace", "graphs", "kv", "lane_probe", "host_kv", "block_metadata"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from headrace.errors import StartupError
 from kernels.gpu_reference import QkNorm
 from workers.model.config import ModelConfig
-from workers.model.loaders import Weights
+from workers.model.loaders import Entry, Weights
 from workers.model.rope import rope_tables
 from workers.model.tensors import layer_shapes
 
@@ -58,6 +59,31 @@ class DeviceWeights:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    @property
+    def read_bytes(self) -> int:
+        """What every step reads: all but the embedding, of which it picks rows, and the rotation tables."""
+        unread = self.cos.nbytes + self.sin.nbytes + (0 if self.head is self.embedding else self.embedding.nbytes)
+        return self.num_bytes - unread
+
+
+class RandomWeights:
+    """In the place of `Weights`: normal numbers that keep the scale of their input, the same ones each time."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        self._random = torch.Generator(device).manual_seed(0)
+
+    def stored(self, name: str, *shape: int) -> Tensor:
+        """A float32 tensor on the device."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._random.device)
+        values = torch.randn(shape, generator=self._random, device=self._random.device)
+        return values * shape[-1] ** -0.5
+
+    def check_codes(self, name: str, shape: tuple[int, ...]) -> None:
+        """There are none."""
+
 
 def _tensors(part: Tensor | Linear | QkNorm | None) -> Iterator[Tensor]:
     if isinstance(part, Linear):
@@ -69,7 +95,7 @@ def _tensors(part: Tensor | Linear | QkNorm | None) -> Iterator[Tensor]:
 
 
 def load_device_weights(
-    config: ModelConfig, weights: Weights, device: torch.device, dtype: torch.dtype, max_positions: int
+    config: ModelConfig, weights: Weights | RandomWeights, device: torch.device, dtype: torch.dtype, max_positions: int
 ) -> DeviceWeights:
     """Raises StartupError when a tensor is missing, has another shape or does not fit the dtype."""
     c = config
@@ -111,7 +137,7 @@ def _load_layer(config: ModelConfig, read: _Reader, index: int) -> DeviceLayer:
 
 
 class _Reader:
-    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights | RandomWeights, device: torch.device, dtype: torch.dtype) -> None:
         self._weights, self._device, self._dtype = weights, device, dtype
 
     def stacked(self, named: list[tuple[str, tuple[int, ...]]]) -> Tensor:

@@ -15,6 +15,7 @@ from headrace.errors import StartupError
 from kernels.gpu_sampling import DeviceEdits
 from kernels.ops import SampleTable
 from workers.core.plan import StepResult
+from workers.model.gpu_weights import RandomWeights
 from workers.model.loaders import Weights
 from workers.model.weight_format import WeightFormat
 
@@ -26,18 +27,15 @@ _DTYPES = {
 
 
 def choose_device(asked: str) -> torch.device:
-    """auto | cpu | cuda | cuda:N. Raises StartupError for a GPU that torch does not see."""
+    """auto | cpu | cuda: the first that CUDA_VISIBLE_DEVICES leaves. StartupError for a GPU that torch does not see."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise StartupError(f"device {asked} was asked for, and torch {torch.__version__} sees no CUDA device")
-    device = torch.device("cuda:0" if asked in ("auto", "cuda") else asked)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise StartupError(f"device {asked} was asked for; there are {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda:0")
 
 
-def choose_dtype(weight_format: WeightFormat, weights: Weights, device: torch.device) -> torch.dtype:
+def choose_dtype(weight_format: WeightFormat, weights: Weights | RandomWeights, device: torch.device) -> torch.dtype:
     """Of weights, activations and KV. auto: bfloat16 on a GPU (float16 where the checkpoint is), float32 on a CPU.
 
     Raises StartupError for a format that devices do not compute yet.
@@ -60,7 +58,9 @@ def choose_dtype(weight_format: WeightFormat, weights: Weights, device: torch.de
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor on the device; beside a GPU the host does not wait for the copy."""
     host = torch.as_tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+    if device.type == "cpu" or not host.numel():
+        return host.to(device, copy=True)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def device_edits(table: SampleTable, device: torch.device) -> DeviceEdits | None:

@@ -27,7 +27,7 @@ from kvtransfer.core.layout import KvLayout
 from workers.core.plan import StepPlan, StepResult
 from workers.model.config import load_config
 from workers.model.gpu_decoder import DeviceDecoder, DeviceWorkspace
-from workers.model.gpu_weights import load_device_weights
+from workers.model.gpu_weights import RandomWeights, load_device_weights
 from workers.model.identity import identity_fields
 from workers.model.loaders import Weights
 from workers.model.weight_format import WeightFormat
@@ -41,6 +41,7 @@ log = logging.getLogger("headrace.workers.gpu_runner")
 MAX_UNDER_WAY = 2
 ARITHMETIC = "device engine 1"
 """Raise the number when a change of kernels or decoder changes the bits of KV."""
+_SHORT_PREFILL_TOKENS = 8
 _BLOCK_METADATA_BYTES = 256
 """What the scheduler's records of one block take, roughly."""
 
@@ -68,9 +69,11 @@ class GpuRunner:
         cuda_graphs: bool = True,
         batch_invariant: bool = False,
         use_triton: bool = True,
+        load_format: str = "auto",
     ) -> None:
         """Loads the weights, then takes the pool's memory: `num_blocks`, or what `kv_cache_bytes` holds, or what is
-        left in a share of the device's memory. Host blocks: `host_blocks`, or what `swap_bytes` holds.
+        left in a share of the device's memory. Host blocks: `host_blocks`, or what `swap_bytes` holds. load_format
+        dummy: random weights of config.json's shapes, for measurements; the folder needs no others.
 
         Raises StartupError, one line, for everything that keeps the model from being served.
         """
@@ -81,7 +84,7 @@ class GpuRunner:
         self.max_model_len, self.eos_token_ids = max_model_len, c.eos_token_ids
         self.device, self.weight_format = choose_device(device), weight_format
         self.max_seqs, self.max_batched_tokens = max_seqs, max_batched_tokens
-        files = Weights(self.model_path)
+        files = RandomWeights(self.model_path, self.device) if load_format == "dummy" else Weights(self.model_path)
         self.dtype = choose_dtype(weight_format, files, self.device)
         self.weight_storage = str(self.dtype).removeprefix("torch.")
         self.layout = KvLayout(c.layers, c.kv_heads, c.head_dim, block_size, self.dtype.itemsize)
@@ -118,6 +121,8 @@ class GpuRunner:
         pool = self._shape.view(self._memory.bytes[: self._memory.kv_bytes].view(self.dtype))
         self._decoder = DeviceDecoder(c, weights, pool, self._ops, space)
         self._space, self._weight_bytes = space, weights.num_bytes
+        self.read_bytes = weights.read_bytes
+        """Of weights, by each step."""
         max_blocks = self.layout.blocks_for(max_model_len)
         self._buffers = RowBuffers(
             layout_for(max_seqs, max_batched_tokens, max_blocks, max_seqs).num_bytes, self.device
@@ -247,13 +252,12 @@ class GpuRunner:
     # ---- start
 
     def warm_up(self) -> None:
-        """Run a prefill and a decode step, record the graphs, time block copies."""
-        tokens = min(self.layout.block_size * min(self.num_blocks, 2), self.max_model_len, self.max_batched_tokens)
-        table = list(range(self.layout.blocks_for(tokens)))
-        for start, count in ((0, tokens - 1), (tokens - 1, 1)):
-            if count:
-                columns = [RequestKey(0)], [count], [start], [0] * count, [table], [True]
-                self.run(StepPlan(0, *columns, [SamplingParams(max_tokens=1)], [()]))
+        """Run a long and a short prefill, whose kernels differ, and a decode step; record the graphs, time copies."""
+        most = min(self.layout.block_size * self.num_blocks, self.max_model_len, self.max_batched_tokens)
+        table = list(range(self.layout.blocks_for(most)))
+        for count in sorted({most, min(most, _SHORT_PREFILL_TOKENS), 1}, reverse=True):
+            columns = [RequestKey(0)], [count], [0], [0] * count, [table], [True]
+            self.run(StepPlan(0, *columns, [SamplingParams(max_tokens=1)], [()]))
         if self.graphs.off_reason == "not_recorded":
             self._buffers.device_bytes.zero_()  # empty rows, whose KV goes to block 0
             self.graphs.record(self.device)
