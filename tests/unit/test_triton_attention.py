@@ -216,7 +216,8 @@ def test_prefill_equals_the_reference_at_any_offset_for_every_kind_of_head(
 
 @pytest.mark.parametrize("window", [1, 20, 64])
 def test_prefill_sees_the_window_of_each_query(window: int) -> None:
-    rows = Rows([0, 90, 33], [40, 25, 1], 64, 2, 16, dtype=torch.float16)
+    # Some queries of the second row see nothing of the first tile of keys.
+    rows = Rows([0, 120, 33], [40, 25, 1], 64, 2, 16, dtype=torch.float16)
     close(rows.prefill(window=window), rows.expected(window), 2e-3)
 
 
