@@ -105,6 +105,8 @@ class ToyRunner:
         self.host: dict[int, list[int]] = {}
         self.block_size = block_size
         self.vocab = vocab
+        self.sampled: list[int] = []
+        """By the last step."""
 
     def read(self, table: Sequence[int], position: int) -> int:
         return self.kv[table[position // self.block_size]][position % self.block_size]
@@ -113,8 +115,11 @@ class ToyRunner:
         self.kv[table[position // self.block_size]][position % self.block_size] = value
 
     def run(self, plan: StepPlan, truth: dict[RequestKey, list[int]]) -> StepResult:
-        """`truth`: each row's own tokens, kept apart from the scheduler; the row must see exactly them."""
+        """`truth`: each row's own tokens, kept apart from the scheduler; the row must see exactly them. A row with a
+        token of the step before may be one further: that is not taken in yet, or never will be."""
         at, ids, logprobs = 0, [], {}
+        fed = [token < 0 for token in plan.token_ids]
+        token_ids = [self.sampled[-1 - token] if token < 0 else token for token in plan.token_ids]
         for block, target in plan.swap_out:
             self.host[target] = list(self.kv[block])
         for block in [*plan.memory.retired, *plan.memory.restored]:
@@ -130,21 +135,25 @@ class ToyRunner:
             assert num >= 1
             assert row >= plan.num_decode_rows or num == 1
             before = self.read(plan.block_tables[row], start - 1) if start else 0
-            for position, token in enumerate(plan.token_ids[at : at + num], start):
+            for position, token in enumerate(token_ids[at : at + num], start):
                 before = link(before, token)
                 self.write(plan.block_tables[row], position, before)
             at += num
         assert at == len(plan.token_ids)
         for row, key in enumerate(plan.keys):
             end = plan.start_pos[row] + plan.num_tokens[row]
+            own = truth[key][:end]
+            if row < plan.num_decode_rows and fed[row] and len(own) == end - 1:
+                own.append(token_ids[row])
             seen = [self.read(plan.block_tables[row], position) for position in range(end)]
-            assert seen == chain(truth[key][:end]), f"row {row} of step {plan.step_id} reads KV that is not its own"
-            assert plan.samples[row] == (end == len(truth[key]))
+            assert seen == chain(own), f"row {row} of step {plan.step_id} reads KV that is not its own"
+            assert plan.samples[row] == (end >= len(truth[key]))
             if plan.samples[row]:
-                token = toy_token(truth[key], self.vocab, plan.banned[row])
+                token = toy_token(own, self.vocab, plan.banned[row])
                 if plan.sampling[row].logprobs is not None:
                     logprobs[len(ids)] = toy_logprobs(token, end)
                 ids.append(token)
+        self.sampled = ids
         return StepResult(ids, sample_s=0.25, logprobs=logprobs)
 
 
@@ -173,6 +182,7 @@ class World:
         self.delivered: dict[RequestKey, list[int]] = {}
         """What StepEvents delivered, on top of what an earlier attempt had."""
         self.ended: dict[RequestKey, FinishReason] = {}
+        self._results: dict[int, StepResult] = {}
         self._calls: dict[RequestKey, int] = {}
         self._keys = count(1)
 
@@ -250,8 +260,14 @@ class World:
         self.scheduler.check_integrity()
         return plan
 
+    def compute(self, plan: StepPlan) -> None:
+        """Now, and not when the plan is applied. In the order of the plans."""
+        self._results[plan.step_id] = self.runner.run(plan, self.truth)
+
     def apply(self, plan: StepPlan) -> StepEvents:
-        result = self.runner.run(plan, self.truth)
+        if plan.step_id not in self._results:
+            self.compute(plan)
+        result = self._results.pop(plan.step_id)
         self.now += self.cost(StepShape.of(plan.num_tokens, plan.start_pos, plan.samples, plan.num_decode_rows))
         events = self.scheduler.apply(plan, result, self.now)
         self.scheduler.check_integrity()

@@ -5,7 +5,7 @@ Time is a toy: what a step costs is known, and the predictor that budgets with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from random import Random
 
@@ -64,6 +64,15 @@ def check_plan(world: World, plan: StepPlan, before: Mapping[RequestKey, State])
     _check_margin(world, before)
 
 
+def check_on_their_way(world: World, plans: Sequence[StepPlan]) -> None:
+    """Every block that a submitted plan names is still its request's, at the same place."""
+    for plan in plans:
+        for key, table, start, count in zip(plan.keys, plan.block_tables, plan.start_pos, plan.num_tokens, strict=True):
+            named = table[: world.pool.blocks_for(start + count)]
+            assert list(named) == world.seen[key].block_ids[: len(named)]
+            assert all(world.pool.state(block) is BlockState.USED for block in named)
+
+
 def _check_time(world: World, plan: StepPlan) -> None:
     """A step with decodes stays inside its time, or inside the share that prefills have beside decodes that fill it.
 
@@ -104,7 +113,7 @@ def check_blocks(world: World) -> None:
     known = pool.used_blocks + pool.free_blocks + pool.evictable_blocks + pool.quarantined_blocks
     assert known + pool.retired_blocks == pool.num_blocks
     scheduler = world.scheduler
-    copied = () if scheduler._flight is None else scheduler._flight.copied
+    copied = [block for flight in scheduler._flights for block in flight.copied]
     foreign = {*scheduler.fetches.blocks(), *scheduler._pins.blocks(), *copied}
     assert pool.used_blocks == len(foreign.union(*(request.block_ids for request in requests)))
     for request in requests:

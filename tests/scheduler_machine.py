@@ -1,7 +1,8 @@
 """Random lives on one worker with a tiny pool: each row always sees its own KV, and outputs are those of a run alone.
 
 Requests of every kind (whole, hand_off, adopted, resumed, opted out of the cache) come, are preempted, cancelled,
-expire, lose their readers or their reads, at any point, also while a step is on its way. Reads that were given up go on
+expire, lose their readers or their reads, at any point, also while a step is on its way, or two: the runner may have
+computed both, one or none of them when the first is applied. Reads that were given up go on
 writing garbage until they are terminal. Prefixes are fetched from peers, arrive as a whole or in part or not at all,
 and peers pin what is cached here. Memory is taken from the pool and given back, with and without preemptions for it,
 and the worker closes and opens. `check_integrity` and the laws of `tests.scheduler_laws` hold after every operation;
@@ -23,7 +24,7 @@ from headrace.core.records import FinishReason
 from headrace.errors import Rejected
 from headrace.ids import RequestKey
 from tests.core_world import World, alone, chain, make_settings
-from tests.scheduler_laws import check_blocks, check_plan, toy_cost_s, toy_predictor
+from tests.scheduler_laws import check_blocks, check_on_their_way, check_plan, toy_cost_s, toy_predictor
 from workers.core.limits import end_reason
 from workers.core.plan import StepPlan
 from workers.core.policies import POLICIES
@@ -104,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.integers(0, 2),
         block_size=st.sampled_from([2, 3, 4]),
         predicts=st.sampled_from([True, True, False]),
+        ahead=st.sampled_from([0, 1, 1]),
         changes=changes,
     )
     def start(
@@ -115,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: int,
         block_size: int,
         predicts: bool,
+        ahead: int,
         changes: dict[str, object],
     ) -> None:
         self.world = World(
@@ -134,7 +137,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             predictor=toy_predictor() if predicts else None,
             cost=toy_cost_s,
         )
-        self.plan: StepPlan | None = None
+        self.most = 1 + ahead
+        self.plans: list[StepPlan] = []
+        """On their way, oldest first."""
+        self.computed = 0
+        """Of them."""
         self.known: dict[RequestKey, int] = {}
         self.asked: set[RequestKey] = set()
         """Tools have added to them: no run alone to compare with."""
@@ -184,18 +191,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- steps
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) < self.most)
     @rule()
     def schedule(self) -> None:
         world = self.world
         before = {key: request.state for key, request in world.scheduler.requests.items()}
-        self.plan = world.scheduler.schedule(world.now)
+        plan = world.scheduler.schedule(world.now)
         refused, world.scheduler.refused = world.scheduler.refused, []
         for key, why in refused:
             assert world.seen[key].state is State.FINISHED
             self.end(key, why)
-        if self.plan is not None:
-            check_plan(world, self.plan, before)
+        if plan is not None:
+            self.plans.append(plan)
+            check_plan(world, plan, before)
         elif (key := world.scheduler.revocable(world.now)) is not None:
             assert world.scheduler.finish(key, FinishReason.ERROR, world.now)
             self.end(key, "revoked")
@@ -204,11 +212,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert key not in self.gone, f"{how} after {self.gone[key]}"
         self.gone[key] = how
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.computed < len(self.plans))
+    @rule()
+    def compute(self) -> None:
+        self.world.compute(self.plans[self.computed])
+        self.computed += 1
+
+    @precondition(lambda self: self.plans)
     @rule()
     def apply(self) -> None:
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
+        plan = self.plans.pop(0)
+        self.computed = max(0, self.computed - 1)
         for key, reason in self.world.apply(plan).finished:
             assert self.world.seen[key].finish_reason is reason
             self.end(key, reason)
@@ -216,9 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 9))
     def run_on(self, steps: int) -> None:
         for _ in range(steps):
-            if self.plan is None:
+            for _ in range(self.most - len(self.plans)):
                 self.schedule()
-            if self.plan is not None:
+            if self.plans:
                 self.apply()
 
     # ---- tools
@@ -372,6 +386,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.scheduler.check_integrity()
             check_blocks(self.world)
+            check_on_their_way(self.world, self.plans)
             assert self.world.scheduler.refused == []
             assert self.world.pool.quarantined_blocks == sum(len(blocks) for blocks in self.writing.values())
 
@@ -402,6 +417,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_on(1)
         if world.pool.retired_blocks or world.scheduler.host_blocks.retired_blocks:
             self.run_on(2)
+        while self.plans:
+            self.apply()
         assert self.gone.keys() == world.seen.keys()
         for request in world.seen.values():
             got = world.delivered[request.key]

@@ -342,7 +342,7 @@ def test_a_storm_of_fetches_between_workers_that_keep_little_on_their_devices(se
                     await asyncio.sleep(0.05 + 0.15 * rng.random())
                     worker = w.all[rng.choice(names)]
                     with worker.engine.lock:
-                        if worker.scheduler._flight is None:
+                        if not worker.scheduler._flights:
                             empty_device(worker)
                             if rng.random() < 0.3:
                                 empty_host(worker)

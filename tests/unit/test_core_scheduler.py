@@ -236,8 +236,6 @@ def test_steps_and_results_must_match() -> None:
     world.submit(6)
     plan = planned(world)
     with pytest.raises(InvariantError):
-        world.scheduler.schedule(world.now)
-    with pytest.raises(InvariantError):
         world.scheduler.apply(plan, StepResult([1, 2]), world.now)
     with pytest.raises(InvariantError):
         world.scheduler.apply(StepPlan(plan.step_id), StepResult([1]), world.now)

@@ -1,17 +1,18 @@
 """The decoding requests as columns: what each step changes of a row is changed for all rows at once.
 
-A row is a place in dense arrays; the last row moves into a place that is left. While a step is on its way rows keep
-their places: who leaves then is dead, and goes when the step is over.
+A row is a place in dense arrays; the last row moves into a place that is left. While a step is on its way who leaves is
+dead, and goes when the last step that names it is over: only then do places change, and `moves` counts it.
 
     a decoding request has computed all its tokens but the last, so that three numbers make its row of the next step:
-    num_tokens, last_token and its block table
+    num_tokens, last_token and its block table. While a step with the row is on its way, the row of the step behind it
+    is one token longer, and its token is the one that the other samples
 
 Does not: allocate blocks, choose rows, or know what a token means to a client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 _COLUMNS = ("num_tokens", "capacity", "last_token", "num_input", "min_tokens_at", "ends_at", "expected_at", "tenant",
-            "priority", "scheduled_at", "stops_on_eos")  # fmt: skip
+            "priority", "scheduled_at", "stops_on_eos", "ahead", "sample", "step_id")  # fmt: skip
 
 
 class DecodeBatch:
@@ -36,8 +37,10 @@ class DecodeBatch:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
-        self._frozen = False
+        self._flying = 0
         self._dead: list[Request] = []
+        self.moves = 0
+        """Rows that have left their places to others."""
         self._num_with_stops = 0
         self._num_predicted = 0
         self.num_with_history = 0
@@ -64,9 +67,19 @@ class DecodeBatch:
         self.scheduled_at: Floats = np.zeros(size)
         """When its last row was planned."""
         self.stops_on_eos: Bools = np.zeros(size, np.bool_)
+        self.ahead: Ints = np.zeros(size, np.int64)
+        """Steps on their way that have the row: tokens by which the next one is longer."""
+        self.sample: Ints = np.zeros(size, np.int64)
+        """Place of its token in the result of the last of them."""
+        self.step_id: Ints = np.zeros(size, np.int64)
+        """The last step that has, or had, the row; -1: none."""
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def num_alive(self) -> int:
+        return len(self.requests) - len(self._dead)
 
     def add(self, request: Request, now: float) -> None:
         """A request that has just become a decode: all its tokens but the last are computed."""
@@ -97,12 +110,17 @@ class DecodeBatch:
         self.priority[row] = request.priority
         self.scheduled_at[row] = now
         self.stops_on_eos[row] = not sampling.ignore_eos
+        self.ahead[row], self.sample[row], self.step_id[row] = 0, 0, -1
 
     def remove(self, request: Request) -> None:
-        """Its last step is planned; while that is on its way the row stays, dead."""
-        if self._frozen:
+        """Its last step is planned; while a step is on its way the row stays, dead."""
+        if self._flying:
             self._dead.append(request)
-            return
+        else:
+            self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        self.moves += 1
         row, last = request.row, len(self.requests) - 1
         request.last_scheduled_at = float(self.scheduled_at[row])
         request.row = -1
@@ -120,18 +138,53 @@ class DecodeBatch:
                 values = getattr(self, name)
                 values[row] = values[last]
 
-    def freeze(self) -> None:
-        """A step is on its way: rows keep their places until `thaw`."""
-        self._frozen = True
+    def depart(self, rows: slice | Ints, step_id: int) -> None:
+        """A step with these rows is on its way."""
+        self._flying += 1
+        self.ahead[rows] += 1
+        self.sample[rows] = np.arange(len(self.ahead[rows]))
+        self.step_id[rows] = step_id
 
-    def thaw(self) -> None:
-        self._frozen = False
+    def land(self, rows: slice | Ints) -> None:
+        """The rows' step is over: its tokens are about to be taken in."""
+        self.ahead[rows] -= 1
+
+    def settle(self) -> None:
+        """They are: dead rows go, but those that the step behind names."""
+        self._flying -= 1
         dead, self._dead = self._dead, []
         for request in dead:
-            self.remove(request)
+            if self.ahead[request.row]:
+                self._dead.append(request)
+            else:
+                self._remove(request)
+
+    def open_rows(self, excluded: Iterable[Request]) -> slice | Ints:
+        """Rows that the next step may have: alive, not `excluded`, and not certain to end with the step on its way."""
+        count = len(self.requests)
+        if not self._flying:
+            return slice(0, count)
+        is_open = self.num_tokens[:count] + self.ahead[:count] < self.ends_at[:count]
+        is_open[self.dead_rows()] = False
+        is_open[[request.row for request in excluded if request.row >= 0]] = False
+        return slice(0, count) if is_open.all() else np.flatnonzero(is_open)
+
+    def rows_of(self, requests: list[Request]) -> Ints:
+        return np.fromiter((request.row for request in requests), np.int64, len(requests))
+
+    def planned_tokens(self, rows: slice | Ints) -> Ints:
+        """num_tokens of each row when the step on its way is over."""
+        planned: Ints = self.num_tokens[rows] + self.ahead[rows]
+        return planned
+
+    def next_ids(self, rows: slice | Ints) -> list[int]:
+        """The token that each row computes next, as in StepPlan.token_ids."""
+        fed = self.ahead[rows] > 0
+        ids: list[int] = np.where(fed, -1 - self.sample[rows], self.last_token[rows]).tolist()
+        return ids
 
     def dead_rows(self) -> list[int]:
-        """Rows that ended since the freeze."""
+        """Of requests that left while a step was on its way."""
         return [request.row for request in self._dead]
 
     def take_in(self, rows: slice | Ints, tokens: list[int]) -> Ints:
@@ -168,6 +221,9 @@ class DecodeBatch:
         reasons |= {int(i): FinishReason.EOS for i in np.flatnonzero(eos)}
         return [(chosen[i], reasons[i]) for i in sorted(reasons)]
 
+    def at(self, rows: slice | Ints) -> list[Request]:
+        return self._at(self.requests, rows)
+
     @staticmethod
     def _at(column: list[Any], rows: slice | Ints) -> list[Any]:
         return column[rows] if isinstance(rows, slice) else [column[i] for i in rows]
@@ -184,9 +240,9 @@ class DecodeBatch:
         return [self.requests[i] for i in np.flatnonzero(computed % self._settings.block_size == 0)]
 
     def blocks_needed_next(self) -> int:
-        """Blocks that the rows lack when each has one token more: a step is on its way."""
+        """Blocks that the rows lack when the steps on their way, one at least, have brought each a token."""
         n = len(self.requests)
-        return int(np.count_nonzero(self.num_tokens[:n] + 1 > self.capacity[:n]))
+        return int(np.count_nonzero(self.num_tokens[:n] + np.maximum(self.ahead[:n], 1) > self.capacity[:n]))
 
     def growth_tokens(self) -> int:
         """Tokens that the rows are still expected to grow by."""

@@ -15,9 +15,9 @@ from workers.core.batch import DecodeBatch
 from workers.core.blocks import BlockPool
 from workers.core.fetch_pins import FetchPins
 from workers.core.fetches import Fetches
+from workers.core.flights import Flights
 from workers.core.host_blocks import HostBlocks
 from workers.core.journal import Journal, Tracing
-from workers.core.packing import Flight
 from workers.core.policies import Pace, Policy
 from workers.core.preemption import Preemption
 from workers.core.prefix_cache import PrefixCache
@@ -88,7 +88,7 @@ class Holdings:
         """Decodes with handed-over output that their clients have not been told here."""
         self._classes: Counter[int] = Counter()
         """Requests here by priority; those without any are left out."""
-        self._flight: Flight | None = None
+        self._flights = Flights(self._batch)
         self._swap_out: list[tuple[int, int]] = []
         self._to_offload: list[Request] = []
         self._to_pause: list[tuple[Request, Keep | Call]] = []
@@ -106,9 +106,9 @@ class Holdings:
         return self._host.available_blocks
 
     def complete_tokens(self, request: Request) -> int:
-        """Computed tokens whose bytes are in the request's blocks now, whatever the step on its way still brings."""
-        landing = {} if self._flight is None else self._flight.landing
-        return landing.get(request.key, request.computed_tokens)
+        """Computed tokens whose bytes are in the request's blocks now, whatever steps on their way still bring."""
+        landing = (flight.landing[request.key] for flight in self._flights if request.key in flight.landing)
+        return next(landing, request.computed_tokens)
 
     def holders(self) -> dict[str, int]:
         """Who holds how many blocks; a shared block counts for each of its holders."""
@@ -136,7 +136,8 @@ class Holdings:
         self._pool.check_integrity()
         self._cache.check_integrity()
         self._queues.check_integrity()
-        dropped = [] if self._flight is None else self._flight.dropped
+        self._flights.check_integrity()
+        dropped = [request for flight in self._flights for request in flight.dropped]
         known = {request.key for request in [*self._queues.all(), *dropped]}
         if known != self.requests.keys():
             raise InvariantError("a request is in no queue, or in one although it is forgotten")
@@ -147,7 +148,8 @@ class Holdings:
         refs.update(self.fetches.blocks())
         refs.update(self._pins.blocks())
         refs.update(self.staging.blocks())
-        refs.update([] if self._flight is None else self._flight.copied)
+        for flight in self._flights:
+            refs.update(flight.copied)
         if any(self._pool.refs(block) != refs[block] for block in range(self._pool.num_blocks)):
             raise InvariantError("references to blocks and block tables differ")
         for request in self.requests.values():
@@ -158,15 +160,15 @@ class Holdings:
 
     def _host_copies(self) -> list[HostCopy]:
         """Everything that holds host blocks."""
-        returning = [] if self._flight is None else self._flight.host_copies
+        returning = [copy for flight in self._flights for copy in flight.host_copies]
         return [*returning, *(r.host for r in self.requests.values() if r.host is not None)]
 
     def _drop_copy(self, request: Request) -> None:
         copy, request.host = request.host, None
         if copy is None:
             return
-        if self._flight is not None and self._flight.plan.swap_out:
-            self._flight.host_copies.append(copy)  # the step may still have to write it
+        if self._flights.newest is not None and self._flights.copies_out:
+            self._flights.newest.host_copies.append(copy)  # a step may still have to write it
         else:
             self._host.give_back(copy)
 

@@ -32,7 +32,7 @@ from headrace.core.records import FinishReason
 from headrace.ids import RequestId, RequestKey
 from workers.core.batch import DecodeBatch
 from workers.core.blocks import BlockPool
-from workers.core.packing import Flight
+from workers.core.flights import Flight
 from workers.core.preemption import Score
 from workers.core.request import Request, State
 
@@ -194,11 +194,11 @@ class Journal:
         self._fresh.pop(request.key, None)
 
     def step(self, flight: Flight, now: float) -> None:
-        """A step is planned. O(prefill rows + records that are due)."""
+        """A step begins. O(prefill rows + records that are due)."""
         self._steps += 1
         self._predicted_ms = round(1000.0 * flight.predicted_s, 3) or None
         for life in list(self._fresh.values()):
-            if life.request.state is State.DECODING and flight.names(life.request):
+            if life.request.state is State.DECODING and flight.names(life.request, self._batch):
                 self._note_row(life, now)
             elif life.request.state not in (State.DECODING, State.PREFILLING):
                 del self._fresh[life.request.key]
@@ -206,13 +206,13 @@ class Journal:
             if life.due != self._steps:
                 continue
             left = -life.request.num_output % DECODE_EVERY
-            if left == 0 and flight.names(life.request):
+            if left == 0 and flight.names(life.request, self._batch):
                 self._note_row(life, now)
             else:
                 self._look_again(life, max(1, left))
         chunks = flight.plan.num_tokens[flight.plan.num_decode_rows :]
         for request, num_tokens in zip(flight.prefills, chunks, strict=True):
-            if request.traced:
+            if request.key in self._lives:
                 self.note(Event.SCHEDULED, request, now, scheduled_tokens=num_tokens)
                 if num_tokens == request.uncomputed_tokens and not request.hand_off:
                     self._fresh[request.key] = self._lives[request.key]

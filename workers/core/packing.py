@@ -1,11 +1,7 @@
-"""One step, while it is being filled (the budgets that are left, the columns so far) and while the runner has it.
-
-Both objects are thrown away with the step.
-"""
+"""One step while it is being filled: the budgets that are left, the columns so far. Thrown away with the step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import ceil
 
 from headrace.core.predictor import StepPredictor, StepShape
@@ -14,7 +10,7 @@ from workers.core.batch import DecodeBatch, Ints
 from workers.core.host_tier import Copy
 from workers.core.limits import banned_ids
 from workers.core.plan import StepPlan
-from workers.core.request import HostCopy, Request, State
+from workers.core.request import HostCopy, Request
 from workers.core.settings import ChunkMode, SchedulerSettings
 
 _RESCUE_SHARE = 2.0
@@ -73,9 +69,9 @@ class Packing:
         )
 
     def add_decodes(self, batch: DecodeBatch, rows: slice | Ints, now: float) -> None:
-        """Rows of the batch, all of which have room for one more token."""
+        """Rows of the batch, all of which have room for one more token. Nobody's plan yet: see `DecodeBatch.depart`."""
         plan = self.plan
-        num = batch.num_tokens[rows]
+        num = batch.planned_tokens(rows)
         count = len(num)
         if isinstance(rows, slice):
             plan.keys, plan.sampling, plan.block_tables = (
@@ -89,7 +85,7 @@ class Packing:
             plan.block_tables = [batch.tables[i] for i in rows]
         plan.num_tokens = [1] * count
         plan.start_pos = (num - 1).tolist()
-        plan.token_ids = batch.last_token[rows].tolist()
+        plan.token_ids = batch.next_ids(rows)
         plan.samples = [True] * count
         plan.banned = [()] * count
         early = num < batch.min_tokens_at[rows]
@@ -116,19 +112,19 @@ class Packing:
     def chunk(self, request: Request) -> int:
         """How many tokens of the request's prefill this step may take now; 0: none."""
         settings = self._settings
-        most = min(request.uncomputed_tokens, self.chunk_limit(), self.tokens_left)
+        most = min(request.unplanned_tokens, self.chunk_limit(), self.tokens_left)
         if self.full or most <= 0:
             return 0
         if settings.chunk_mode != ChunkMode.ADAPTIVE or self._predictor is None or self.limit_s == float("inf"):
             return most
         shape, quantile = self.shape, settings.itl_quantile
-        fits = self._predictor.chunk_for(shape, request.computed_tokens, most, self.limit_s, quantile)
+        fits = self._predictor.chunk_for(shape, request.planned_tokens, most, self.limit_s, quantile)
         # Decodes that hold the target keep it: of their steps no more are given up than the quantile lets miss anyway.
         is_lost = self._decodes_s > self.limit_s
         if not is_lost and (fits or self.plan.step_id % ceil(_RESCUE_SHARE / (1.0 - quantile))):
             return fits
         share_s = self._decodes_s + settings.min_prefill_share * self.limit_s
-        return self._predictor.chunk_for(shape, request.computed_tokens, most, max(self.limit_s, share_s), quantile)
+        return self._predictor.chunk_for(shape, request.planned_tokens, most, max(self.limit_s, share_s), quantile)
 
     def chunk_limit(self) -> int:
         """Longest chunk by the mode alone."""
@@ -143,7 +139,7 @@ class Packing:
     def add_prefill(self, request: Request, num_tokens: int) -> None:
         """The next chunk of a request that has its blocks."""
         plan = self.plan
-        start = request.computed_tokens
+        start = request.planned_tokens
         end = start + num_tokens
         samples = end == request.num_tokens
         plan.keys.append(request.key)
@@ -162,36 +158,3 @@ class Packing:
         self._prefill_tokens += num_tokens
         self._prefill_context += num_tokens * (start + num_tokens // 2)
         self._sampled += samples
-
-
-@dataclass(slots=True)
-class Flight:
-    """The step that the runner has now."""
-
-    plan: StepPlan
-    decode_rows: slice | Ints
-    """Places in the batch, in the order of the plan's rows."""
-    prefills: list[Request]
-    """In the order of the plan's rows after those."""
-    started: list[RequestKey]
-    since: float
-    shape: StepShape
-    predicted_s: float
-    """0: no prediction."""
-    host_copies: list[HostCopy] = field(default_factory=list)
-    """Host blocks that it reads or writes for nobody's further use; they are free when the step is over."""
-    landing: dict[RequestKey, int] = field(default_factory=dict)
-    """Requests whose blocks from the host are there when the step is over, and the tokens that they have until then."""
-    restored: list[Copy] = field(default_factory=list)
-    """Blocks of the host tier that stay where they are until the step is over."""
-    copied: list[int] = field(default_factory=list)
-    """Blocks that have a reference for being copied from, until the step is over."""
-    dropped: list[Request] = field(default_factory=list)
-    """Ended since; the plan still names their blocks."""
-
-    def names(self, request: Request) -> bool:
-        """The plan has a row for it."""
-        if request.state is State.DECODING:
-            rows = self.decode_rows
-            return request.row < rows.stop if isinstance(rows, slice) else request.row in rows
-        return request in self.prefills

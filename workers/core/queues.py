@@ -92,7 +92,7 @@ class Queues:
 
     @property
     def num_computing(self) -> int:
-        return len(self.prefilling) + len(self.batch)
+        return len(self.prefilling) + self.batch.num_alive
 
     def next_adoption(self) -> Request | None:
         """None also when a prefill that came earlier, or any preempted request, lacks blocks."""

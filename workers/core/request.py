@@ -178,6 +178,8 @@ class Request:
     first_token_at: float | None = field(default=None, init=False)
     finished_at: float | None = field(default=None, init=False)
     clock: StageClock = field(default_factory=StageClock, init=False)
+    under_way: int = field(default=0, init=False)
+    """Prompt tokens behind the computed ones that steps on their way compute."""
     _computed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -239,6 +241,16 @@ class Request:
     @property
     def uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def planned_tokens(self) -> int:
+        """How many are computed when the steps on their way are over. Not while decoding."""
+        return self.computed_tokens + self.under_way
+
+    @property
+    def unplanned_tokens(self) -> int:
+        """Tokens that no step computes yet. Not while decoding."""
+        return len(self.token_ids) - self.planned_tokens
 
     @property
     def expected_output_tokens(self) -> int:

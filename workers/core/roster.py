@@ -1,8 +1,8 @@
 """Who is on this worker: requests come in, get or change blocks, and leave; steps are the scheduler's.
 
 Nobody waits while it holds a part of what it needs: an adoption takes all its blocks or none. Preempted requests are
-let in first; prefills and adoptions otherwise share one order of arrival. A request that ends while a step names its
-blocks is FINISHED at once, and its blocks are given back when that step is applied.
+let in first; prefills and adoptions otherwise share one order of arrival. A request that ends while steps name its
+blocks is FINISHED at once, and its blocks are given back when the last of them is applied.
 
 Does not: read clocks, move bytes, talk.
 """
@@ -51,7 +51,7 @@ class Roster(Holdings):
         """Give blocks to as many adoptions as fit, in order: `computed_tokens` of each are in blocks that it shares
         with the cache, its other tokens are to be pulled into its other blocks."""
         reserved: list[RequestKey] = []
-        if self._flight is not None and self._flight.plan.swap_out:
+        if self._flights.copies_out:
             return reserved  # blocks that are free by now are still to be copied from
         while (request := self._queues.next_adoption()) is not None:
             self._yield_fetched(request)
@@ -272,7 +272,7 @@ class Roster(Holdings):
         return None
 
     def _begin_fetch(self, request: Request, now: float) -> bool:
-        if self._flight is not None and self._flight.plan.swap_out:
+        if self._flights.copies_out:
             return False  # blocks that are free by now are still to be copied from
         if self._cached_tokens(request) >= request.fetch_blocks * self._pool.block_size:
             return False
@@ -280,7 +280,7 @@ class Roster(Holdings):
 
     def _stage(self, key: RequestKey, reader: str, hashes: Sequence[bytes], now: float) -> str:
         """Empty, or why nothing comes from below the device."""
-        if self._flight is not None and self._flight.plan.swap_out and self.tiering.tiers.run(hashes[:1]):
+        if self._flights.copies_out and self.tiering.tiers.run(hashes[:1]):
             return "busy"  # blocks that are free by now are still to be copied from
         return self.staging.begin(key, reader, hashes, self._spare_blocks(), self._pace.prefill_token_s, now)
 
@@ -301,13 +301,13 @@ class Roster(Holdings):
     def _end(self, request: Request, reason: FinishReason, now: float, quarantined: Sequence[int] = ()) -> None:
         if request.traced:
             self._journal.finished(request, reason, now)
-        in_flight = self._flight is not None and self._flight.names(request)
+        last = self._flights.naming(request)
         self._queues.move(request, State.FINISHED, now)
         request.finish_reason = reason
-        if in_flight and self._flight is not None:
-            self._flight.dropped.append(request)
-        else:
+        if last is None:
             self._forget(request, quarantined)
+        else:
+            last.dropped.append(request)
 
     def _forget(self, request: Request, quarantined: Sequence[int] = ()) -> None:
         self._residency.publish(request, to_the_end=True)

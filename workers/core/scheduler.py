@@ -2,10 +2,13 @@
 
     plan = schedule(now)  ->  the runner computes it  ->  events = apply(plan, result, now)
 
+A second step may be planned before the first is applied (`workers.core.flights` says what becomes of whom then); they
+are applied in the same order. A step lasts from when it is planned, or from when the one before it is over.
+
 `Selection` fills a step, `Shedding` fits the pool to the memory that there is, `Suspension` takes blocks away for a
 while and gives them back, `Roster` lets in and out, `Holdings` is what all of them have.
 
-Requests may end while a step is on its way: tokens that it samples for them are dropped. The caller holds one lock
+Requests may end while steps are on their way: tokens that it samples for them are dropped. The caller holds one lock
 around every method, may read everything and changes nothing. It calls `reserve_adoptions` after every method that may
 free blocks (an adoption that waits holds up later prefills), tells the clients of `refused` and, behind the events of
 earlier steps, of `paused`, and keeps its own reference to a Request whose ledger it wants. Does not: read clocks,
@@ -24,10 +27,11 @@ from headrace.core.predictor import StepPredictor, StepShape
 from headrace.core.records import FinishReason, TokenLogprobs, WorkerLoad
 from headrace.errors import InvariantError
 from headrace.ids import RequestKey
+from workers.core.batch import Ints
 from workers.core.blocks import BlockPool
+from workers.core.flights import MOST, Flight
 from workers.core.journal import OFF, Event, Tracing
 from workers.core.limits import end_reason
-from workers.core.packing import Flight, Packing
 from workers.core.plan import StepEvents, StepPlan, StepResult
 from workers.core.preemption import choose_for_class, choose_revocable
 from workers.core.prefix_cache import PrefixCache
@@ -60,63 +64,62 @@ class Scheduler(Selection):
         self._unlearned: list[tuple[StepShape, float]] = []
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute. Raises InvariantError when one is on its way."""
-        if self._flight is not None:
-            raise InvariantError("a step is already on its way")
+        """The next step, or None when there is nothing to compute, or nothing before the step on its way is over.
+        Raises InvariantError when `MOST` are on their way."""
+        if len(self._flights) == MOST:
+            raise InvariantError("as many steps as may be are on their way")
         if len(self._unlearned) >= _UNLEARNED_STEPS:
             self.catch_up()
         packing = self._select(self._steps, now)
-        if not packing.num_rows and not (packing.plan.swap_out or packing.plan.memory):
+        if packing is None or not (packing.num_rows or packing.plan.swap_out or packing.plan.memory):
             return None
         self._steps += 1
-        started = self._mark_scheduled(packing, now)
         shape = packing.shape
         predicted_s = self._predictor.predict_s(shape) if self._predictor is not None and self._predictor.ready else 0.0
-        self._batch.freeze()
-        self._flight = Flight(
+        flight = Flight(
             packing.plan,
-            packing.decode_rows,
+            self._batch.at(packing.decode_rows),
             packing.prefills,
-            started,
-            now,
+            self._take_fresh(packing.decode_rows),
             shape,
             predicted_s,
-            packing.swapped_in,
-            packing.landing,
-            packing.restored,
-            packing.copied,
+            host_copies=packing.swapped_in,
+            landing=packing.landing,
+            restored=packing.restored,
+            copied=packing.copied,
         )
-        if not self._journal.idle:
-            self._journal.step(self._flight, now)
+        self._flights.depart(flight, packing.decode_rows)
+        if len(self._flights) == 1:
+            self._begin(flight, now)
         return packing.plan
 
     @property
     def started(self) -> list[RequestKey]:
-        """First scheduled in the step on its way, for a shell that announces them before the step ends."""
-        return [] if self._flight is None else self._flight.started
+        """First scheduled in the step that runs, for a shell that announces them before it ends."""
+        return [] if self._flights.running is None else self._flights.running.started
 
     @property
     def predicted_s(self) -> float:
-        """Of the step on its way; 0: not predicted."""
-        return 0.0 if self._flight is None else self._flight.predicted_s
+        """Of the step that was planned last, while it is on its way; 0: not predicted."""
+        return 0.0 if self._flights.newest is None else self._flights.newest.predicted_s
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
-        """Take in what the runner computed. Raises InvariantError when it is no answer to the step on its way."""
-        flight = self._flight
+        """Take in what the runner computed. Raises InvariantError when it is no answer to the step that runs."""
+        flight = self._flights.running
         if flight is None or flight.plan is not plan:
-            raise InvariantError("a result for a step that is not on its way")
+            raise InvariantError("a result for a step that does not run")
         if len(result.token_ids) != sum(plan.samples):
             raise InvariantError("a result with another number of tokens than rows that sample")
-        self._flight = None
+        rows = self._flights.land()
         self._step_s = max(0.0, now - flight.since)
         if self._predictor is not None and plan.num_rows:
             self._unlearned.append((flight.shape, self._step_s))
         if self._steps % _PACE_STEPS == 1:
             self._learn_pace()
             self._see_rate(now)
-        gone = {request.key for request in flight.dropped}
-        events = StepEvents(started=[key for key in flight.started if key not in gone])
-        self._take_in_decodes(flight, result, events, now)
+        here = [key for key in flight.started if self.requests[key].state is not State.FINISHED]
+        events = StepEvents(started=here)
+        self._take_in_decodes(flight, rows, result, events, now)
         sampled = iter(range(plan.num_decode_rows, len(result.token_ids)))
         for index, request in enumerate(flight.prefills, plan.num_decode_rows):
             place = next(sampled) if plan.samples[index] else None
@@ -126,7 +129,7 @@ class Scheduler(Selection):
             events.computed.append(request.key)
             if place is not None:
                 self._take_in_first(request, result, place, events, now)
-        self._batch.thaw()
+        self._batch.settle()
         if plan.memory:
             self._memory_changed(plan.memory)
         for copy in flight.host_copies:
@@ -136,6 +139,8 @@ class Scheduler(Selection):
         for request in flight.dropped:
             self._forget(request)
         self._pause_wanted(now)
+        if self._flights.running is not None:
+            self._begin(self._flights.running, now)
         return events
 
     def catch_up(self) -> None:
@@ -168,7 +173,7 @@ class Scheduler(Selection):
         if self._policy.terms.by_class and wants is not None and wants.state is State.WAITING:
             lacking = self._residency.lacking(wants, self._spare_blocks())
             request = choose_for_class(self._queues, wants, lacking, self._settings, self._pace)
-        if request is None and self._flight is None:
+        if request is None and not self._flights:
             request = choose_revocable(self._queues)
         return None if request is None else request.key
 
@@ -184,7 +189,7 @@ class Scheduler(Selection):
             free_blocks=self._pool.free_blocks,
             evictable_blocks=self._pool.evictable_blocks,
             total_blocks=self._pool.usable_blocks,
-            step_age_s=0.0 if self._flight is None else max(0.0, now - self._flight.since),
+            step_age_s=0.0 if self._flights.running is None else max(0.0, now - self._flights.running.since),
             step_s=self._step_s,
             cache_epoch=self._cache.log.epoch,
             cache_seq=self._cache.log.seq,
@@ -231,20 +236,25 @@ class Scheduler(Selection):
 
     # ---- when a step is planned, and when it is over
 
-    def _mark_scheduled(self, packing: Packing, now: float) -> list[RequestKey]:
-        started: list[RequestKey] = []
-        rows = packing.decode_rows
-        fresh, self._fresh = self._fresh, []
-        for request in fresh:
-            chosen = request.state is State.DECODING and (isinstance(rows, slice) or request.row in rows)
-            if chosen:
-                self._first_scheduled(request, Stage.DECODE, started, now)
-            elif request.state is State.DECODING:
-                self._fresh.append(request)
-        for request in packing.prefills:
-            self._first_scheduled(request, Stage.PREFILL, started, now)
-            request.last_scheduled_at = now
-        return started
+    def _take_fresh(self, rows: slice | Ints) -> list[Request]:
+        """Decodes that are in a step for the first time."""
+        fresh = [request for request in self._fresh if request.state is State.DECODING]
+        chosen = [request for request in fresh if _is_in(rows, request)]
+        self._fresh = [request for request in fresh if request not in chosen]
+        return chosen
+
+    def _begin(self, flight: Flight, now: float) -> None:
+        """A step runs from now on."""
+        flight.since = now
+        for request in flight.fresh:
+            if request.state is State.DECODING:
+                self._first_scheduled(request, Stage.DECODE, flight.started, now)
+        for request in flight.prefills:
+            if request.state is State.PREFILLING:
+                self._first_scheduled(request, Stage.PREFILL, flight.started, now)
+                request.last_scheduled_at = now
+        if not self._journal.idle:
+            self._journal.step(flight, now)
 
     @staticmethod
     def _first_scheduled(request: Request, stage: Stage, started: list[RequestKey], now: float) -> None:
@@ -254,8 +264,10 @@ class Scheduler(Selection):
         if request.clock.stage is Stage.QUEUE:
             request.clock.enter(stage, now)
 
-    def _take_in_decodes(self, flight: Flight, result: StepResult, events: StepEvents, now: float) -> None:
-        batch, rows = self._batch, flight.decode_rows
+    def _take_in_decodes(
+        self, flight: Flight, rows: slice | Ints, result: StepResult, events: StepEvents, now: float
+    ) -> None:
+        batch = self._batch
         count = flight.plan.num_decode_rows
         if not count:
             return
@@ -272,7 +284,7 @@ class Scheduler(Selection):
         self.service.charge_residence(
             batch.tenant[rows], batch.capacity[rows] / self._settings.block_size, self._step_s
         )
-        self._repeat_handed_over(flight, events)
+        self._repeat_handed_over(rows, events)
         if logprobs:
             begin = len(events.token_ids)
             events.token_logprobs |= {begin + i: told for i, told in logprobs.items() if i < len(tokens)}
@@ -282,11 +294,11 @@ class Scheduler(Selection):
         for request, reason in batch.ended(rows):
             self._end_here(request, reason, events, now)
 
-    def _repeat_handed_over(self, flight: Flight, events: StepEvents) -> None:
+    def _repeat_handed_over(self, rows: slice | Ints, events: StepEvents) -> None:
         """The first frame about an adopted request begins with what its prefill worker sampled."""
         unsaid, self._unsaid = self._unsaid, []
         for request in unsaid:
-            if request.state is State.DECODING and flight.names(request):
+            if request.state is State.DECODING and _is_in(rows, request):
                 self._tell(request, request.output_ids[request.emitted : -1], request.handed_logprobs, events)
                 request.unsaid, request.handed_logprobs = False, ()
             elif request.state is State.DECODING:
@@ -356,3 +368,8 @@ class Scheduler(Selection):
         self._pace.prefill_pair_s = max(0.0, predictor.predict_s(later) - chunk_s) / (_PACE_TOKENS * _PACE_CONTEXT)
         self._pace.decode_token_s = predictor.predict_s(decodes)
         self._pace.known = True
+
+
+def _is_in(rows: slice | Ints, request: Request) -> bool:
+    """Whether a request that decodes has one of these rows of the batch."""
+    return request.row < rows.stop if isinstance(rows, slice) else request.row in rows

@@ -60,16 +60,23 @@ class Selection(Shedding):
         self._blocked = False
         """The last new prefill lacked blocks or a row."""
 
-    def _select(self, step_id: int, now: float) -> Packing:
-        """The next step's rows; empty when nobody can compute."""
+    def _select(self, step_id: int, now: float) -> Packing | None:
+        """The next step's rows; empty when nobody can compute. None: the step on its way must be over first, since
+        somebody is to give blocks up, or memory changes."""
         if self._queues.following:
             self._queues.following.release_stalled(now, self._step_s)
         self._refuse_lost(now)
+        if self._flights and (self.resizing or self._is_to_resize):
+            return None
         memory = self._fit_memory(now)
-        self._make_room_for_class(now)
+        if not self._make_room_for_class(now):
+            return None
+        floor = self._floor
         packing = Packing(step_id, self._settings, self._predictor, self._floor_tokens())
         packing.plan.memory = memory
-        self._pack_decodes(packing, now)
+        if not self._pack_decodes(packing, now):
+            self._floor = floor
+            return None
         self._pack_prefills(packing, now)
         packing.plan.swap_out = self._take_swap_out(now)
         return packing
@@ -95,18 +102,19 @@ class Selection(Shedding):
             else:
                 request.late = True
 
-    def _make_room_for_class(self, now: float) -> None:
+    def _make_room_for_class(self, now: float) -> bool:
         """B9: the next prefill preempts lower classes for blocks or a row that it lacks, if that is enough and pays.
+        False: it would, when the step on its way is over.
 
         A look costs a walk over the victims' blocks. When it was in vain, the same request is not looked at again for
         some steps.
         """
         if len(self._classes) < 2 or not self._policy.terms.by_class or self._settings.batching != Batching.CONTINUOUS:
-            return
+            return True
         request = self._next_new(now)
         if request is None or request.late or (request is self._in_vain and self._look_again > 0):
             self._look_again -= 1
-            return
+            return True
         self._yield_fetched(request)
         lower = [
             r for r in self._lower_classes(request.priority) if not r.pinned and self._gain_ms(r, request, now) > 0
@@ -116,10 +124,13 @@ class Selection(Shedding):
             enough = for_what == "row" or self._enough(lower, self._residency.lacking(request, self._spare_blocks()))
             if victim is None or not enough or (victim in lower and not self._pays(victim, request, now)):
                 self._in_vain, self._look_again = request, _LOOK_AGAIN_STEPS
-                return
+                return True
+            if self._flights:
+                return False
             self._preempt(victim, now)
             if victim in lower:  # else it was paused
                 lower.remove(victim)
+        return True
 
     def _lower_classes(self, priority: int) -> list[Request]:
         """Who computes with a class below `priority`."""
@@ -163,10 +174,11 @@ class Selection(Shedding):
 
     # ---- decodes
 
-    def _pack_decodes(self, packing: Packing, now: float) -> None:
+    def _pack_decodes(self, packing: Packing, now: float) -> bool:
+        """False: somebody must give blocks up for them, when the step on its way is over."""
         batch = self._batch
         rows = self._choose_rows(packing, now)
-        short = np.flatnonzero(batch.num_tokens[rows] > batch.capacity[rows])
+        short = np.flatnonzero(batch.planned_tokens(rows) > batch.capacity[rows])
         if len(short):
             places = short if isinstance(rows, slice) else rows[short]
             if len(short) > self._pool.available_blocks:
@@ -174,9 +186,12 @@ class Selection(Shedding):
             blocks = self._pool.alloc(len(short))
             if blocks is not None:
                 batch.grow(places, blocks)
+            elif self._flights:
+                return False
             else:
                 rows = self._make_room(rows, places, now)
         packing.add_decodes(batch, rows, now)
+        return True
 
     def _make_room(self, rows: slice | Ints, places: Ints, now: float) -> slice | Ints:
         """Blocks are short for some of the rows: somebody is preempted. Returns the rows that are left."""
@@ -196,12 +211,13 @@ class Selection(Shedding):
             self._batch.capacity[request.row] = len(request.block_ids) * self._settings.block_size
 
     def _choose_rows(self, packing: Packing, now: float) -> slice | Ints:
-        """All rows of the batch, or those whose turn it is.
+        """All rows that the batch has for this step, or those whose turn it is.
 
         Rows of started prefills are kept free: better a decode that waits for a row than a prefill that starves.
         """
         settings, batch = self._settings, self._batch
-        count = len(batch)
+        rows = batch.open_rows(request for request, _ in self._to_pause)
+        count = len(batch.ahead[rows])
         hard = settings.max_num_seqs - len(self._queues.prefilling)
         limit = min(hard, settings.max_decode_rows or hard)
         if not self._policy.terms.decodes_first:
@@ -209,18 +225,21 @@ class Selection(Shedding):
         elif packing.floor_left:
             limit = min(limit, settings.max_num_batched_tokens - self._tokens_before_decodes(packing))
         if count <= limit:
-            return slice(0, count)
-        overdue = np.zeros(count, np.bool_)
+            return rows
+        overdue = np.zeros(len(batch), np.bool_)
         if settings.next_token_deadline_s:
-            overdue = now - batch.scheduled_at[:count] >= settings.next_token_deadline_s
-            limit = max(limit, min(hard, int(overdue.sum())))
-        order = self._turns(overdue)[: max(min(1, hard), limit)]
+            overdue = now - batch.scheduled_at[: len(batch)] >= settings.next_token_deadline_s
+            limit = max(limit, min(hard, int(overdue[rows].sum())))
+        order = self._turns(overdue)
+        if not isinstance(rows, slice):
+            order = order[np.isin(order, rows)]
+        order = order[: max(min(1, hard), limit)]
         order.sort()
         return order
 
     def _tokens_before_decodes(self, packing: Packing) -> int:
         """Tokens of the step that prefills have before decodes."""
-        started = sum(min(r.uncomputed_tokens, packing.chunk_limit()) for r in self._queues.prefilling)
+        started = sum(min(r.unplanned_tokens, packing.chunk_limit()) for r in self._queues.prefilling)
         return min(packing.floor_left, started + self._queues.waiting_tokens)
 
     def _rows_by_arrival(self, packing: Packing) -> int:
@@ -229,7 +248,7 @@ class Selection(Shedding):
         arrivals = sorted(request.arrival for request in self._batch.requests)
         for request in self._queues.prefilling:
             before = bisect_left(arrivals, request.arrival)
-            left = max(min(before, left), left - min(request.uncomputed_tokens, packing.chunk_limit()))
+            left = max(min(before, left), left - min(request.unplanned_tokens, packing.chunk_limit()))
         return left
 
     def _turns(self, overdue: Bools) -> Ints:
@@ -257,7 +276,8 @@ class Selection(Shedding):
     def _pack_prefills(self, packing: Packing, now: float) -> None:
         """Started ones and new ones by score; started ones first where the policy has no score."""
         queues, policy = self._queues, self._policy
-        started = list(queues.prefilling)
+        pausing = [request for request, _ in self._to_pause]
+        started = [request for request in queues.prefilling if request not in pausing]
         if policy.reorders:
             started.sort(key=lambda r: (-policy.total(r, now), r.arrival))
         queues.lacking_blocks = None
@@ -272,6 +292,8 @@ class Selection(Shedding):
                 position += 1
                 if policy.reorders and len(started) > 1:
                     head.priority_reason = policy.reason(head, queues.prefilling[0], now)
+                if head.under_way and head.expects_blocks_until:
+                    continue  # where it goes on is known when its chunk is over
                 if num_tokens := packing.chunk(head):
                     if head.expects_blocks_until:
                         num_tokens = self._take_over(packing, head, now)

@@ -66,7 +66,12 @@ class Shedding(Suspension):
     @property
     def resizing(self) -> bool:
         """A step is on its way that gives memory back or takes some: what is available says nothing yet."""
-        return self._flight is not None and bool(self._flight.plan.memory)
+        return any(flight.plan.memory for flight in self._flights)
+
+    @property
+    def _is_to_resize(self) -> bool:
+        wanted = (self._retired_wanted, self._host_wanted)
+        return wanted != (self._pool.retired_blocks, self._host.retired_blocks)
 
     @property
     def host_blocks(self) -> HostBlocks:

@@ -7,7 +7,7 @@
                 prefill of what is new
 
 Copies to the host are part of the next step, before it writes anything: until that step is over nobody outside it gets
-blocks (`Roster.reserve_adoptions`). A request that is to pause while a step names it pauses when that is over; what it
+blocks (`Roster.reserve_adoptions`). A request that is to pause while steps name it pauses when they are over; what it
 has sampled behind the call's end by then is forgotten before anything of it can enter the prefix cache.
 """
 
@@ -49,7 +49,7 @@ class Suspension(Roster):
         request = self.requests.get(key)
         if request is None or not _can_pause(request):
             return False
-        if self._flight is not None and self._flight.names(request):
+        if self._flights.naming(request) is not None:
             self._to_pause.append((request, how))
         else:
             self._pause(request, how, now)
@@ -110,7 +110,9 @@ class Suspension(Roster):
     def _pause_wanted(self, now: float) -> None:
         wanted, self._to_pause = self._to_pause, []
         for request, how in wanted:
-            if _can_pause(request):
+            if self._flights.naming(request) is not None:
+                self._to_pause.append((request, how))
+            elif _can_pause(request):
                 self._pause(request, how, now)
 
     def _pause(self, request: Request, how: Keep | Call, now: float) -> None:
