@@ -1,5 +1,5 @@
 """The engine thread: plan, run, apply. It owns the runner; the scheduler is shared under a lock never held while
-running.
+running. With overlap a step is planned while the one before it runs, and applied while the one behind it does.
 
 What a step meant is told to the event loop only when the next one is planned: telling wakes the loop's thread, which
 then works while the kernels run without the interpreter's lock, instead of keeping that lock from the planning.
@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.clock import Clock, monotonic
@@ -23,6 +25,7 @@ from workers.core.plan import StepEvents, StepPlan, StepResult
 from workers.core.request import Keep
 from workers.core.scheduler import Scheduler
 from workers.runner.base import Runner
+from workers.runner.threaded import Inline, step_queue
 from workers.step_stats import StepStats
 
 log = logging.getLogger("headrace.workers.engine")
@@ -50,10 +53,28 @@ class StepSink(Protocol):
         """Requests that wait for a tool now; all their tokens have been told."""
 
 
-class Engine:
-    """Runs steps while there is work."""
+@dataclass(slots=True)
+class _UnderWay:
+    """A step that is begun, or behind one that is."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, sink: StepSink, clock: Clock = monotonic) -> None:
+    plan: StepPlan
+    since: float
+    """When it was planned; when the step before it was over."""
+    predicted_s: float
+    schedule_s: float
+
+
+class Engine:
+    """Runs steps while there is work. `overlap`: on | off | auto, see `workers.runner.threaded.step_queue`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sink: StepSink,
+        clock: Clock = monotonic,
+        overlap: str = "off",
+    ) -> None:
         self.lock = threading.RLock()
         self.steps = 0
         self.last_step_s = 0.0
@@ -63,11 +84,15 @@ class Engine:
         self.stats = StepStats()
         self._scheduler = scheduler
         self._runner = runner
+        self._queue = step_queue(runner, overlap)
+        self.overlaps = not isinstance(self._queue, Inline)
         self._sink = sink
         self._clock = clock
         self._wake = threading.Condition(self.lock)
-        self._planned = 0.0
-        self._predicted_s = 0.0
+        self._under_way: deque[_UnderWay] = deque()
+        """Oldest first."""
+        self._started: Sequence[RequestKey] = ()
+        """First computed in the step that has begun last; not told yet."""
         self._step_began: float | None = None
         self._longest_step_s = 0.0
         self._stopping = False
@@ -84,30 +109,36 @@ class Engine:
         self._wake.notify()
 
     def stop(self) -> None:
-        """Ends the thread after the running step."""
+        """Ends the thread after the steps under way."""
         with self.lock:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to run. Tells what the step before this one meant."""
+        """One iteration; False when there was nothing to run. Tells what the last step that is over meant."""
         plan = self.begin()
-        if plan is None:
-            return False
-        result = self._runner.run(plan)
-        self.end(plan, result)
-        return True
+        if plan is not None:
+            self._queue.submit(plan)
+            if self.overlaps and len(self._under_way) == 1:
+                return True  # what comes behind it is planned before anybody waits for it
+        if self._under_way:
+            self.end(self._under_way[0].plan, self._queue.collect())
+            return True
+        return False
 
     def begin(self) -> StepPlan | None:
-        """What to run now, with the lock given back; `end` must follow. None: nothing."""
+        """What to run now, with the lock given back; `end` must follow, in the order of the plans. None: nothing."""
         with self.lock:
             self._woken = False
             planned = self._clock()
             plan = self._scheduler.schedule(planned)
-            started, self._predicted_s = self._scheduler.started, self._scheduler.predicted_s
-            self._planned = planned
             self.last_schedule_s = self._clock() - planned
+            if plan is not None:
+                if not self._under_way:
+                    self._started = self._scheduler.started
+                predicted_s = self._scheduler.predicted_s
+                self._under_way.append(_UnderWay(plan, planned, predicted_s, self.last_schedule_s))
             refused, self._scheduler.refused = self._scheduler.refused, []
             paused, self._scheduler.paused = self._scheduler.paused, []
         self._tell()
@@ -115,28 +146,32 @@ class Engine:
             self._sink.refused(refused)
         if paused:
             self._sink.paused(paused)
-        if plan is None:
-            return None
+        started, self._started = self._started, ()
         if started:
             self._sink.step_began(started)
-        self._step_began = self._clock()
+        if self._step_began is None and plan is not None:
+            self._step_began = self._clock()
         return plan
 
     def end(self, plan: StepPlan, result: StepResult) -> None:
-        """The step has run."""
+        """The oldest step has run."""
+        step = self._under_way.popleft()
         with self.lock:
             ended = self._clock()
             events = self._scheduler.apply(plan, result, ended)
             self.last_apply_s = self._clock() - ended
             self.stats.add(
                 plan,
-                predicted_s=self._predicted_s,
-                step_s=ended - self._planned,
-                schedule_s=self.last_schedule_s,
+                predicted_s=step.predicted_s,
+                step_s=ended - step.since,
+                schedule_s=step.schedule_s,
                 apply_s=self.last_apply_s,
             )
+            if self._under_way:
+                self._under_way[0].since = ended
+                self._started = self._scheduler.started
         self.last_step_s = self.step_age_s
-        self._step_began = None
+        self._step_began = ended if self._under_way else None
         self._longest_step_s = max(self._longest_step_s, self.last_step_s)
         self.steps += 1
         self._untold = events
@@ -174,6 +209,9 @@ class Engine:
                         # Somebody may have woken it since it planned: telling lets the event loop run.
                         if not (self._stopping or self._woken):
                             self._wake.wait(timeout=self._patience_s())
+            while self._under_way:
+                self.end(self._under_way[0].plan, self._queue.collect())
+                self._tell()
             self._tell()
         except Exception:
             log.exception("engine_broken steps=%d", self.steps)

@@ -21,6 +21,9 @@ class StepPlan:
     Row i computes tokens [start_pos[i], start_pos[i] + num_tokens[i]) of its sequence: their ids are the next
     num_tokens[i] entries of `token_ids`; KV of earlier positions is in `block_tables[i]`, which also has room for
     these.
+
+    In a plan that was made while the one before it was on its way, a decode row may have -1 - k for its token: the
+    k-th that the plan before samples, in the order of its StepResult.token_ids.
     """
 
     step_id: int
@@ -36,7 +39,9 @@ class StepPlan:
     """Token ids that may not be sampled in this row (eos and stop ids while min_tokens is not reached)."""
     histories: list[Sequence[int] | None] = field(default_factory=list)
     """The request's input and output, of which the first start_pos[i] + num_tokens[i] count; None where the row does
-    not sample or its `sampling` needs no history. The scheduler's own list: valid until the step is applied."""
+    not sample or its `sampling` needs no history. Where the row's token is one of the step before, the list may still
+    lack that token, which is the last. The scheduler's own list, as block tables are: it only grows until the step is
+    applied, while another one is planned or applied too."""
     prompt_lens: list[int] = field(default_factory=list)
     """Input tokens of the request: output begins there, whatever attempt or preemption the row belongs to."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)

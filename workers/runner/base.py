@@ -1,12 +1,13 @@
 """What the engine asks of a runner: it computes a StepPlan over KV memory that it owns. Implementations: TorchRunner,
-FakeRunner.
+FakeRunner. One that can begin a step before the last one is over is a StepQueue as well; `workers.runner.threaded`
+makes one of any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -76,4 +77,21 @@ class Runner(Protocol):
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes by use: weights, workspace, kv, block_metadata."""
+        ...
+
+
+@runtime_checkable
+class StepQueue(Protocol):
+    """Steps that run one after another, in the order in which they were begun; two at most are under way.
+
+    `Runner.run(plan)` is `submit` and `collect` with none under way.
+    """
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step, behind the one that runs. Its lists may grow as soon as this returns: what a step needs of them
+        is read by then. Tokens of the step before are put where the plan has -1 - k."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step. Raises what `Runner.run` raises."""
         ...
