@@ -171,7 +171,7 @@ class Worker:
             max_retries=spec.read_retries,
         )
         self.hub = Hub(self.scheduler, identity, layout.block_size, make_holder, reader)
-        self.engine = Engine(self.scheduler, runner, self.hub)
+        self.engine = Engine(self.scheduler, runner, self.hub, overlap=spec.overlap)
         self.hub.attach(self.engine)
         self.memory_watch = MemoryWatch(
             Marks(spec.low_memory_bytes, spec.critical_memory_bytes),

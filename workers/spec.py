@@ -51,6 +51,8 @@ class WorkerSpec(BaseModel):
     max_queue_s: float | None = None
     max_reserved_kv_tokens: int | None = None
     scheduling: SchedulingOptions = SchedulingOptions()
+    overlap: str = "auto"
+    """on | off | auto: see `workers.runner.threaded.step_queue`."""
     service: ServiceWeights = ServiceWeights()
     """The same in the whole deployment: the pools' service of a tenant is added up."""
     swap_bytes: int = 0

@@ -46,7 +46,8 @@ class StepStats:
         }
 
     def add(self, plan: StepPlan, *, predicted_s: float, step_s: float, schedule_s: float, apply_s: float) -> None:
-        """A step that is over. `predicted_s` is 0 where nothing was predicted, `step_s` from planning to the result."""
+        """A step that is over. `predicted_s` is 0 where nothing was predicted, `step_s` from planning, or from the
+        end of the step before, to the result."""
         told = self.histograms
         told["schedule_seconds"].add(schedule_s)
         told["apply_seconds"].add(apply_s)

@@ -118,6 +118,7 @@ def resolve(
                     max_queue_s=pool.max_queue_s,
                     max_reserved_kv_tokens=pool.max_reserved_kv_tokens,
                     scheduling=pool.scheduling.spec(route_when_preempted=pool.replicas > 1),
+                    overlap=pool.scheduling.overlap,
                     service=service,
                     swap_bytes=pool_swap_bytes,
                     disk_cache_bytes=pool.disk_cache_bytes,

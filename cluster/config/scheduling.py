@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from cluster.config.section import Milliseconds, Section
+from cluster.config.section import Milliseconds, Section, on_or_off
 from workers.core.settings import SchedulingOptions
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
@@ -72,12 +72,14 @@ class SchedulingConfig(Section):
     """What keeps a request from being preempted that would miss its deadline for it."""
     tenant_cache_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the blocks that a tenant may have unused in the prefix cache before its own go first; 1: no quota."""
+    overlap: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
+    """Plan the next step while one runs; auto: where the runner computes beside the host."""
     service_weights: ServiceWeightsConfig = ServiceWeightsConfig()
     """The same in all pools."""
 
     def spec(self, route_when_preempted: bool) -> SchedulingOptions:
         """The worker's form, in its units."""
-        values = self.model_dump(exclude={"service_weights"})
+        values = self.model_dump(exclude={"service_weights", "overlap"})
         for name in ("batch_window", "itl_target", "next_token_deadline", "ttft_target", "urgency_horizon"):
             values[f"{name}_s"] = values.pop(f"{name}_ms") / 1000.0
         return SchedulingOptions(**values, route_when_preempted=route_when_preempted)

@@ -17,6 +17,11 @@ def auto_to_none(value: object) -> object:
     return None if value == "auto" else value
 
 
+def on_or_off(value: object) -> object:
+    """YAML takes a bare `on` or `off` for a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 def auto_size(value: object) -> object:
     return None if value is None or value == "auto" else parse_bytes(value)
 
