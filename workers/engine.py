@@ -210,8 +210,8 @@ class Engine:
                         if not (self._stopping or self._woken):
                             self._wake.wait(timeout=self._patience_s())
             while self._under_way:
-                self.end(self._under_way[0].plan, self._queue.collect())
                 self._tell()
+                self.end(self._under_way[0].plan, self._queue.collect())
             self._tell()
         except Exception:
             log.exception("engine_broken steps=%d", self.steps)

@@ -21,7 +21,7 @@ from tests.model_fixtures import tiny_model
 from workers.core.blocks import BlockPool
 from workers.core.plan import StepEvents
 from workers.core.prefix_cache import PrefixCache
-from workers.core.request import Request, State
+from workers.core.request import Request
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine
 from workers.runner.torch_runner import TorchRunner

@@ -42,6 +42,7 @@ SCHEDULING = {
     "nearly_finished_bonus_ms": 650,
     "deadline_penalty_ms": 2100,
     "tenant_cache_share": 0.75,
+    "overlap": "off",
     "service_weights": {"input_token": 1.5, "output_token": 2.5, "cached_token": 0.5, "kv_block_s": 0.25},
 }
 POOL = {
@@ -120,6 +121,7 @@ def test_every_setting_reaches_the_scheduler_in_its_units(tmp_path: Path) -> Non
     spec = deploy(tmp_path, pools=[POOL]).workers[1]
     assert settings_of(spec) == EXPECTED
     assert spec.profile_path == str(Path("profiles/mine.json").absolute())
+    assert spec.overlap == "off"
 
 
 def test_defaults_are_the_schedulers_own(tmp_path: Path) -> None:
@@ -179,6 +181,14 @@ def test_host_blocks_take_a_quarter_of_the_pool_and_give_way_where_memory_is_sho
         "not enough memory: 1 worker(s) need 2.1 GiB (KV 1023.8 MiB, host KV 255.9 MiB, weights 513.1 MiB each), "
         "2.0 GiB available; lower kv_cache_bytes, swap_bytes or the number of workers"
     )
+
+
+@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("off", "off"), ("'on'", "on"), ("auto", "auto")])
+def test_overlap_is_on_or_off_with_or_without_quotes(tmp_path: Path, written: str, meant: str) -> None:
+    """YAML takes a bare `on` for a truth value."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"pools: [{{role: colocated, scheduling: {{overlap: {written}}}}}]\n")
+    assert load_config(str(file)).pools[0].scheduling.overlap == meant
 
 
 def test_flags_reach_every_pool_and_leave_its_other_settings(tmp_path: Path) -> None:

@@ -58,11 +58,11 @@ class _Sink:
         self.on_told()
 
 
-def _engine(work: int) -> tuple[Engine, _Scheduler, _Sink]:
+def _engine(work: int, **options: Any) -> tuple[Engine, _Scheduler, _Sink]:
     scheduler: Any = _Scheduler(work)
     sink = _Sink(scheduler)
     runner: Any = _Runner()
-    return Engine(scheduler, runner, sink), scheduler, sink
+    return Engine(scheduler, runner, sink, **options), scheduler, sink
 
 
 def test_a_step_is_told_when_the_next_one_is_planned() -> None:
@@ -109,3 +109,49 @@ def test_a_worker_that_waits_looks_again_when_a_batch_is_to_begin() -> None:
     for scheduler.look_s in (None, 0.05, 5.0, -1.0):
         waits.append(round(engine._patience_s(), 3))
     assert waits == [0.2, 0.05, 0.2, 0.001]
+
+
+def test_with_overlap_the_next_step_is_planned_before_the_last_one_is_applied() -> None:
+    engine, scheduler, _ = _engine(3, overlap="on")
+    while engine.step():
+        pass
+    # 1. two plans  2. each further one behind the older of two  3. what is left is applied
+    plan, apply = "schedule", ["apply", "schedule", "tell"]
+    assert scheduler.calls == [plan, plan, *apply, *apply, *apply]
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before_it() -> None:
+    now = [0.0]
+
+    class Device(_Runner):
+        def submit(self, plan: StepPlan) -> None: ...
+
+        def collect(self) -> StepResult:
+            now[0] += 5.0
+            return StepResult([])
+
+    class Planner(_Scheduler):
+        def schedule(self, now_s: float) -> StepPlan | None:
+            now[0] += 1.0
+            return super().schedule(now_s)
+
+    scheduler: Any = Planner(3)
+    device: Any = Device()
+    engine = Engine(scheduler, device, _Sink(scheduler), clock=lambda: now[0], overlap="auto")
+    engine.step()
+    ages, lasted = [], []
+    while engine.step():
+        ages.append(engine.step_age_s)
+        lasted.append(engine.last_step_s)
+    assert lasted == [6.0, 6.0, 6.0]
+    assert ages == [0.0, 0.0, 0.0] and not engine.hung and engine._step_began is None
+    assert engine.stats.histograms["step_seconds"].total == 19.0, "the first one's planning, and all that came behind"
+
+
+def test_stopping_applies_what_is_under_way() -> None:
+    engine, scheduler, sink = _engine(1_000_000, overlap="on")
+    engine.start()
+    while sink.told < 3:
+        time.sleep(0.001)
+    engine.stop()
+    assert sink.told == engine.steps == scheduler.calls.count("apply") == 1_000_000 - scheduler.work

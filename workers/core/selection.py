@@ -24,7 +24,6 @@ from workers.core.batch import Bools, Ints
 from workers.core.blocks import BlockPool
 from workers.core.journal import Event, Tracing
 from workers.core.packing import Packing
-from workers.core.preemption import require
 from workers.core.prefix_cache import PrefixCache
 from workers.core.request import Request, State
 from workers.core.settings import Batching, SchedulerSettings
@@ -192,23 +191,6 @@ class Selection(Shedding):
                 rows = self._make_room(rows, places, now)
         packing.add_decodes(batch, rows, now)
         return True
-
-    def _make_room(self, rows: slice | Ints, places: Ints, now: float) -> slice | Ints:
-        """Blocks are short for some of the rows: somebody is preempted. Returns the rows that are left."""
-        batch = self._batch
-        chosen = batch.requests[:] if isinstance(rows, slice) else [batch.requests[i] for i in rows]
-        for request in [batch.requests[i] for i in places]:
-            self._grow(request, now)
-        if isinstance(rows, slice):
-            return slice(0, len(batch))
-        return np.asarray([r.row for r in chosen if r.state is State.DECODING], np.int64)
-
-    def _grow(self, request: Request, now: float) -> None:
-        """Room for the request's next token; somebody may be preempted for it, perhaps itself."""
-        while request.state is State.DECODING and not self._residency.grow(request):
-            self._preempt(require(self._choose_victim(self._computing(), request, now)), now)
-        if request.state is State.DECODING:
-            self._batch.capacity[request.row] = len(request.block_ids) * self._settings.block_size
 
     def _choose_rows(self, packing: Packing, now: float) -> slice | Ints:
         """All rows that the batch has for this step, or those whose turn it is.

@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+import numpy as np
+
 from headrace.core.records import FinishReason
 from headrace.errors import InvariantError, Rejected
 from headrace.ids import RequestKey
+from workers.core.batch import Ints
 from workers.core.journal import Event
 from workers.core.limits import refusal
 from workers.core.packing import Packing
-from workers.core.preemption import Way
+from workers.core.preemption import Way, require
 from workers.core.request import TRANSITIONS, HostCopy, Keep, Request, State
 from workers.core.roster import Roster
 from workers.core.stages import Stage
@@ -262,6 +265,23 @@ class Suspension(Roster):
         if idle:
             return max(idle, key=lambda r: (len(r.block_ids), r.arrival))
         return self._preemption.choose_victim(candidates, wanted_by, self._host.available_blocks, self._pause_s, now)
+
+    def _make_room(self, rows: slice | Ints, places: Ints, now: float) -> slice | Ints:
+        """Blocks are short for some of the rows: somebody is preempted. Returns the rows that are left."""
+        batch = self._batch
+        chosen = batch.requests[:] if isinstance(rows, slice) else [batch.requests[i] for i in rows]
+        for request in [batch.requests[i] for i in places]:
+            self._grow(request, now)
+        if isinstance(rows, slice):
+            return slice(0, len(batch))
+        return np.asarray([r.row for r in chosen if r.state is State.DECODING], np.int64)
+
+    def _grow(self, request: Request, now: float) -> None:
+        """Room for the request's next token; somebody may be preempted for it, perhaps itself."""
+        while request.state is State.DECODING and not self._residency.grow(request):
+            self._preempt(require(self._choose_victim(self._computing(), request, now)), now)
+        if request.state is State.DECODING:
+            self._batch.capacity[request.row] = len(request.block_ids) * self._settings.block_size
 
     def _computing(self) -> list[Request]:
         return [*self._queues.prefilling, *(r for r in self._batch.requests if r.state is State.DECODING)]
