@@ -114,6 +114,14 @@ def test_tokens_are_equal_whatever_plans_the_cost_prefers(
         running.assert_drained()
 
 
+def test_tokens_are_equal_when_steps_overlap(
+    model: Path, prompt_ids: list[list[int]], colocated: list[list[int]]
+) -> None:
+    with fleet(model, P, D, overlap="on") as running:
+        assert answers(running, prompt_ids[FEW]) == colocated[FEW]
+        running.assert_drained()
+
+
 def test_sampled_tokens_are_equal_too(model: Path) -> None:
     def sampled(client: HeadraceClient) -> list[list[int]]:
         answer = client.generate(

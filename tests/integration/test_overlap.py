@@ -7,16 +7,18 @@ sampled, penalized, with bounds and stop tokens that end most of them early; som
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from headrace.core.records import FinishReason, TokenLogprobs
+from headrace.core.records import FinishReason, Role, TokenLogprobs
 from headrace.ids import RequestId, RequestKey
 from headrace.sampling import SamplingParams
 from tests.core_world import make_settings
+from tests.fleet import Fleet, fleet
 from tests.model_fixtures import tiny_model
 from workers.core.blocks import BlockPool
 from workers.core.plan import StepEvents
@@ -157,3 +159,25 @@ def test_overlap_changes_no_token(runner: TorchRunner, seed: int, policy: str) -
         assert not whole or told.reason is there.reason is not None
         reasons |= {told.reason}
     assert reasons == {*FinishReason} - {FinishReason.DEADLINE, FinishReason.ERROR}, "the comparison must not be void"
+
+
+def test_workers_that_overlap_hand_off_and_decode_the_same_tokens(tmp_path: Path) -> None:
+    rng = Random(5)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 15, 16, 17, 40, 100, 300, 301)]
+    model = tiny_model(tmp_path)
+
+    def answers(running: Fleet) -> list[list[int]]:
+        with running.client() as client, ThreadPoolExecutor(8) as pool:
+
+            def one(seed: int, ids: list[int]) -> list[int]:
+                answer = client.generate(ids, temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True)
+                return list(answer.choices[0].token_ids)
+
+            return list(pool.map(one, range(len(prompts)), prompts))
+
+    seen = []
+    for roles, overlap in (((Role.COLOCATED,), "off"), ((Role.PREFILL, Role.DECODE), "on")):
+        with fleet(model, *roles, overlap=overlap) as running:
+            seen.append(answers(running))
+            running.assert_drained()
+    assert seen[0] == seen[1]
