@@ -54,6 +54,14 @@ def toy_logprobs(token: int, position: int) -> TokenLogprobs:
     return TokenLogprobs(-float(token), (position,), (-0.5,))
 
 
+def place_of(request: Request, offset: int) -> int:
+    """Where among all its tokens the request's output at `offset` is."""
+    place = len(request.prompt_ids) + offset
+    for at, num_tokens in request.inserts:
+        place += num_tokens if at <= place else 0
+    return place
+
+
 def toy_token(history: Sequence[int], vocab: int, banned: Sequence[int] = ()) -> int:
     """The toy model: a token in [0, vocab) that depends on every token of the history and is not banned."""
     digest = blake2b(b"".join(t.to_bytes(4, "little") for t in history), digest_size=8).digest()
@@ -275,7 +283,7 @@ class World:
         for row, (key, offset, token) in enumerate(rows):
             assert offset == len(self.delivered[key])
             asks = self.seen[key].sampling.logprobs is not None
-            told = toy_logprobs(token, self.seen[key].num_input + offset) if asks else None
+            told = toy_logprobs(token, place_of(self.seen[key], offset)) if asks else None
             assert events.token_logprobs.get(row) == told
             self.delivered[key].append(token)
             if self.seen[key].num_input + offset == len(self.truth[key]):

@@ -96,6 +96,10 @@ changes = st.fixed_dictionaries(
 )
 
 
+aheads = st.sampled_from([0, 0, 1, 2])
+"""Steps that are on their way before something happens, at least."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 12),
@@ -227,26 +231,41 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.world.seen[key].finish_reason is reason
             self.end(key, reason)
 
-    @rule(steps=st.integers(1, 9))
-    def run_on(self, steps: int) -> None:
+    @rule(steps=st.sampled_from([1, 1, 2, 3, 9]), leave=st.sampled_from([0, 1, 2]))
+    def run_on(self, steps: int, leave: int = 0) -> None:
+        """As an engine does, which is looked at when `leave` steps are on their way."""
         for _ in range(steps):
-            for _ in range(self.most - len(self.plans)):
-                self.schedule()
+            self.plan_until(self.most)
             if self.plans:
                 self.apply()
+        self.plan_until(min(leave, self.most))
+
+    def plan_until(self, count: int) -> None:
+        for _ in range(count - len(self.plans)):
+            self.schedule()
 
     # ---- tools
 
     @precondition(lambda self: self.decoding())
-    @rule(data=st.data(), keep=st.sampled_from(Keep))
-    def pause(self, data: st.DataObject, keep: Keep) -> None:
-        request = data.draw(st.sampled_from(self.decoding()))
-        assert self.world.scheduler.pause(request.key, keep, self.world.now)
+    @rule(data=st.data(), keep=st.sampled_from(Keep), ahead=aheads)
+    def pause(self, data: st.DataObject, keep: Keep, ahead: int) -> None:
+        self.plan_until(min(ahead, self.most))
+        if self.decoding():
+            request = data.draw(st.sampled_from(self.decoding()))
+            assert self.world.scheduler.pause(request.key, keep, self.world.now)
 
     @precondition(lambda self: self.callers())
-    @rule(data=st.data(), wait_s=st.sampled_from([0.1, 5.0, 500.0]), lost_share=st.sampled_from([0.0, 0.5]))
-    def call(self, data: st.DataObject, wait_s: float, lost_share: float) -> None:
+    @rule(
+        data=st.data(),
+        wait_s=st.sampled_from([0.1, 5.0, 500.0]),
+        lost_share=st.sampled_from([0.0, 0.5]),
+        ahead=aheads,
+    )
+    def call(self, data: st.DataObject, wait_s: float, lost_share: float, ahead: int) -> None:
         """A call ended some tokens ago; the request may have been preempted since."""
+        self.plan_until(min(ahead, self.most))
+        if not self.callers():
+            return
         request = data.draw(st.sampled_from(self.callers()))
         num_output = data.draw(st.integers(self.told(request) + 1, request.num_output))
         self.world.call(request, num_output, wait_s=(wait_s,), lost_share=lost_share)
@@ -342,8 +361,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- requests go
 
     @precondition(lambda self: self.alive())
-    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
-    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]), ahead=aheads)
+    def finish(self, data: st.DataObject, reason: FinishReason, ahead: int) -> None:
+        self.plan_until(min(ahead, self.most))
+        if not self.alive():
+            return
         request = data.draw(st.sampled_from(self.alive()))
         self.remember_targets(request)
         assert self.world.scheduler.finish(request.key, reason, self.world.now)
@@ -504,11 +526,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def callers(self) -> list[Request]:
         states = (State.DECODING, State.PREFILLING, State.PREEMPTED)
-        alive = [r for r in self.alive() if r.state in states and not r.hand_off]
+        alive = [r for r in self.alive() if r.state in states and not r.hand_off and not self.is_to_pause(r)]
         return [r for r in alive if r.num_output > self.told(r) and r.key not in self.world._calls]
 
     def decoding(self) -> list[Request]:
-        return [r for r in self.alive() if r.state is State.DECODING]
+        return [r for r in self.alive() if r.state is State.DECODING and not self.is_to_pause(r)]
+
+    def is_to_pause(self, request: Request) -> bool:
+        """A gateway does not ask again before it has an answer."""
+        return any(request is other for other, _ in self.world.scheduler._to_pause)
 
     def paused(self) -> list[Request]:
         return [r for r in self.alive() if r.state is State.TOOL_WAIT]
