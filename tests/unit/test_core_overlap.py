@@ -167,6 +167,50 @@ def test_a_pause_waits_for_all_plans_that_name_the_request_and_no_further_one_do
     world.assert_drained()
 
 
+def test_blocks_that_a_plan_behind_another_copies_out_go_to_nobody_else_before_it_is_over() -> None:
+    world = World(make_settings(host_blocks=8))
+    a, b = decoding(world, 5, 6)
+    two, three = planned(world), planned(world)
+    assert world.scheduler.pause(b.key, Keep.OFFLOAD, world.now)
+    world.apply(two)
+    four = planned(world)
+    world.apply(three)
+    five = planned(world)
+    assert not four.swap_out and five.swap_out and five.keys == [a.key]
+    late = world.adopt(5)
+    assert world.scheduler.reserve_adoptions(world.now) == []
+    # The copy of somebody who has left is still to be written.
+    free = world.scheduler.free_host_blocks
+    assert world.scheduler.finish(b.key, FinishReason.CANCELLED, world.now)
+    assert world.scheduler.free_host_blocks == free < 8
+    world.apply(four)
+    assert world.scheduler.reserve_adoptions(world.now) == []
+    world.apply(five)
+    assert world.scheduler.free_host_blocks == 8
+    assert world.scheduler.reserve_adoptions(world.now) == [late.key]
+    assert world.scheduler.finish(late.key, FinishReason.CANCELLED, world.now)
+    assert world.scheduler.release_quarantine(late.key)
+    world.run()
+    world.assert_output_as_alone(a)
+    world.assert_drained()
+
+
+def test_a_higher_class_waits_for_the_running_step_before_it_takes_a_row() -> None:
+    world = World(make_settings(policy="slo_fair", ttft_target_s=0.0, max_num_seqs=1))
+    [low] = decoding(world, 8, max_tokens=6, priority=1)
+    two = planned(world)
+    high = world.submit(4, 1)
+    assert world.schedule() is None and low.state is State.DECODING
+    world.apply(two)
+    three = planned(world)
+    assert three.keys == [high.key] and low.state is State.PREEMPTED
+    world.apply(three)
+    world.run()
+    world.assert_output_as_alone(low)
+    world.assert_output_as_alone(high)
+    world.assert_drained()
+
+
 def test_nobody_is_preempted_while_a_step_is_on_its_way() -> None:
     world = World(make_settings(block_size=2), num_blocks=7)
     a, b = decoding(world, 4, 4, max_tokens=6)
