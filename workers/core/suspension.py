@@ -75,7 +75,9 @@ class Suspension(Roster):
         if request.traced:
             self._journal.note(Event.RESUMED, request, now)
         request.clock.enter(Stage.QUEUE, now)
-        fits = self._queues.num_computing < self._settings.max_num_seqs and bool(request.block_ids)
+        # A row that somebody has left is free when the steps that name it are over.
+        rows = len(self._queues.prefilling) + len(self._batch)
+        fits = rows < self._settings.max_num_seqs and bool(request.block_ids)
         if fits and request not in self._to_offload and self._residency.grow(request):
             self._queues.move(request, State.PREFILLING, now)
             return True
