@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.compiled import Variant
-from kernels.triton.sample import Scratch, row_peak, sum_weights
+from kernels.triton.weigh import Scratch, row_peak, weigh
 
 FLOOR: tl.constexpr = tl.constexpr(-9999.0)
 """kernels.logprobs.LOGPROB_FLOOR"""
@@ -52,7 +52,7 @@ def logprobs(logits: Tensor, chosen: Tensor, num_top: int, scratch: Scratch | No
     values = torch.empty(rows, 1 + num_top, dtype=torch.float32, device=logits.device)
     if rows:
         scratch = scratch or Scratch.make(rows, vocab, logits.device)
-        parts, sizes = sum_weights(logits, scratch)
+        parts, sizes = weigh(logits, None, scratch)
         found = (scratch.peaks, scratch.peak_ids, scratch.faults, scratch.sums)
         pad = triton.next_power_of_2(1 + num_top)
         numbers = (logits.stride(0), parts, 1 + num_top)

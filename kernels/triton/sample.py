@@ -2,7 +2,8 @@
 
 Weights are float32, exp((logit - best) / temperature); sums are float64. Four launches, whatever the rows ask for:
 
-1. peak: the best finite logit of each part of PART tokens, and whether something in it is NaN or +inf.
+1. peak (`kernels.triton.weigh`, as 2): the best finite logit of each part of PART tokens, and whether something in it
+   is NaN or +inf.
 2. weigh: each part's sum of weights. For a row that is cut (top-k, top-p) its weights too, and how many of them lie
    between two powers of two.
 3. collect: those counts tell from which power of two on a cut row keeps everything that it could choose. When that is
@@ -12,9 +13,9 @@ Weights are float32, exp((logit - best) / temperature); sums are float64. Four l
    The draw walks over what was collected, or over one part of a row that is not cut.
 
 A row reads its logits twice, at the pace of the memory as soon as rows * vocab / PART programs fill the device (one row
-of 151,936 is 38 programs a pass); a cut row also writes its weights and reads them once. Choosing is some 10 us of
-latency for a cut row that was collected. One that could not be (more than PART tokens in its nucleus) takes about 9
-passes of its one program over all weights: 0.1 ms a row of 151,936, many rows at once.
+of 151,936 is 38 programs a pass); a cut row also writes its weights and reads them once. Choosing is latency, not
+bandwidth, for a cut row that was collected: some 8 passes over 16 KiB for each cut. One that could not be (more than
+PART tokens in its nucleus) takes as many passes of its one program over all its weights.
 
 A row's token depends on that row alone, bit for bit: every sum has an order that the vocabulary fixes. Against float64
 weights (`kernels.reference`) a weight is off by at most 1e-5 of itself (the hardware's 2 ** x of a rounded product),
@@ -23,9 +24,6 @@ so a border or a draw nearer than that to a step of the running sum may fall on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -33,103 +31,11 @@ from torch import Tensor
 
 from kernels.triton.compiled import Variant
 from kernels.triton.edits import Edits, edit_logits
+from kernels.triton.weigh import BANDS, NOWHERE, WARPS, Scratch, row_cuts, row_peak, variants_of, weigh, weights_of
 
-PART = 4096
-"""Tokens of one program; the most that are collected."""
-BANDS: tl.constexpr = tl.constexpr(32)
-"""Band j counts weights in [2 ** -j, 2 ** (1 - j)), the last one all that are smaller."""
 FAN: tl.constexpr = tl.constexpr(8)
 SEARCH_TILE: tl.constexpr = tl.constexpr(512)
-NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)
 _ONE_BITS: tl.constexpr = tl.constexpr(0x3F800000)
-_COLDEST: tl.constexpr = tl.constexpr(1e-30)
-_WARPS = 8
-
-
-@triton.jit
-def peak_kernel(logits, peaks, peak_ids, faults, stride, vocab, PART: tl.constexpr):
-    """Program (row, part): best finite logit or -inf, its lowest id or NOWHERE, whether there is NaN or +inf."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = part * PART + tl.arange(0, PART)
-    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
-    finite = (x > float("-inf")) & (x < float("inf"))
-    value = tl.where(finite, x, float("-inf"))
-    peak = tl.max(value, 0)
-    at = row * tl.num_programs(1) + part
-    tl.store(peaks + at, peak)
-    tl.store(peak_ids + at, tl.min(tl.where(finite & (value == peak), i, NOWHERE), 0))
-    tl.store(faults + at, tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0))
-
-
-@triton.jit
-def row_peak(peaks, peak_ids, faults, row, parts, PARTS: tl.constexpr):
-    """(best finite logit of the row, its lowest id or NOWHERE, whether the row has a number to weigh others by)."""
-    p = tl.arange(0, PARTS)
-    inside = p < parts
-    at = row * parts + p
-    values = tl.load(peaks + at, mask=inside, other=float("-inf"))
-    peak = tl.max(values, 0)
-    best = tl.min(tl.where(values == peak, tl.load(peak_ids + at, mask=inside, other=NOWHERE), NOWHERE), 0)
-    faulty = tl.max(tl.load(faults + at, mask=inside, other=0), 0)
-    return peak, best, (best != NOWHERE) & (faulty == 0)
-
-
-@triton.jit
-def _cuts(settings, vocab):
-    """(whether the row's settings let it draw, whether it is cut, top_k or 0, top_p)."""
-    top_k = tl.load(settings + 1).to(tl.int32)
-    top_k = tl.where(top_k < vocab, top_k, 0)
-    top_p = tl.load(settings + 2)
-    draws = (tl.load(settings) != 0.0) & (tl.load(settings + 1) != 1.0)
-    return draws, (top_k > 0) | (top_p < 1.0), top_k, top_p
-
-
-@triton.jit
-def _weigh(x, peak, settings):
-    inverse = (1.0 / tl.maximum(tl.load(settings), _COLDEST)).to(tl.float32)
-    w = tl.exp((x - peak) * inverse)
-    return tl.where(w >= tl.load(settings + 3).to(tl.float32), w, 0.0)
-
-
-@triton.jit
-def weigh_kernel(
-    logits,
-    settings,
-    peaks,
-    peak_ids,
-    faults,
-    weights,
-    sums,
-    bands,
-    stride,
-    settings_stride,
-    weights_stride,
-    vocab,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    PLAIN: tl.constexpr,
-):
-    """Program (row, part). PLAIN: sums of exp(logit - best) for all rows; nothing of the settings is read then."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    parts = tl.num_programs(1)
-    peak, _, healthy = row_peak(peaks, peak_ids, faults, row, parts, PARTS)
-    i = part * PART + tl.arange(0, PART)
-    at = row * parts + part
-    if PLAIN:
-        if healthy:
-            x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
-            tl.store(sums + at, tl.sum(tl.exp(x - peak).to(tl.float64), 0))
-    else:
-        settings += row * settings_stride
-        draws, cut, _, _ = _cuts(settings, vocab)
-        if healthy & draws:
-            x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
-            w = _weigh(x, peak, settings)
-            tl.store(sums + at, tl.sum(w.to(tl.float64), 0))
-            if cut:
-                tl.store(weights + row * weights_stride + i, w)
-                band = tl.minimum(127 - (w.to(tl.int32, bitcast=True) >> 23), BANDS - 1)
-                tl.store(bands + at * BANDS + tl.arange(0, BANDS), tl.histogram(band, BANDS))
 
 
 @triton.jit
@@ -176,7 +82,7 @@ def collect_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     _, _, healthy = row_peak(peaks, peak_ids, faults, row, parts, PARTS)
-    draws, cut, top_k, top_p = _cuts(settings + row * settings_stride, vocab)
+    draws, cut, top_k, top_p = row_cuts(settings + row * settings_stride, vocab)
     if healthy & draws & cut:
         last, count, before = _level(bands, sums, row, part, parts, top_k, top_p, PARTS)
         if (last < BANDS - 1) & (count <= PART):
@@ -260,7 +166,7 @@ def choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     peak, best, healthy = row_peak(peaks, peak_ids, faults, row, parts, PARTS)
     settings += row * settings_stride
-    draws, cut, top_k, top_p = _cuts(settings, vocab)
+    draws, cut, top_k, top_p = row_cuts(settings, vocab)
     if not (healthy & draws):
         tl.store(out + row, tl.where(best == NOWHERE, 0, best).to(tl.int64))
         return
@@ -278,7 +184,7 @@ def choose_kernel(
         i = part * PART + lane
         x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
         before = tl.sum(tl.where(p < part, part_sums, 0.0), 0)
-        first, last, _, _ = _step(_weigh(x, peak, settings), i, 0, 0, 0, before, target)
+        first, last, _, _ = _step(weights_of(x, peak, settings), i, 0, 0, 0, before, target)
         tl.store(out + row, tl.where(first == NOWHERE, last, first).to(tl.int64))
         return
 
@@ -296,6 +202,7 @@ def choose_kernel(
         wanted, highest = top_p * total, tl.full([], _ONE_BITS + 1, tl.int32)
         nucleus, above, mass, equal = _search(source, count, border, highest, NOWHERE, wanted)
         if nucleus == border:
+            # Rounding must not bring back what top-k left out.
             equal = tl.minimum(equal, equals)
         border = nucleus
         weight = border.to(tl.float32, bitcast=True).to(tl.float64)
@@ -316,42 +223,6 @@ def choose_kernel(
     tl.store(out + row, place.to(tl.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Memory of one call at a time for at most `rows` rows; calls that may overlap need one each. Any content."""
-
-    weights: Tensor
-    """float32 [rows, whole parts and one more]."""
-    peaks: Tensor
-    """float32 [rows, parts]."""
-    peak_ids: Tensor
-    """int32 [rows, parts], as faults."""
-    faults: Tensor
-    sums: Tensor
-    """float64 [rows, parts]."""
-    bands: Tensor
-    """int32 [rows, parts, 32]."""
-    ids: Tensor
-    """int32 [rows, PART]."""
-
-    @classmethod
-    def make(cls, rows: int, vocab: int, device: torch.device | str) -> Scratch:
-        parts = triton.cdiv(vocab, PART)
-
-        def room(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(rows, *shape, dtype=dtype, device=device)
-
-        return cls(
-            room((parts + 1) * PART, dtype=torch.float32),
-            room(parts, dtype=torch.float32),
-            room(parts, dtype=torch.int32),
-            room(parts, dtype=torch.int32),
-            room(parts, dtype=torch.float64),
-            room(parts, 32, dtype=torch.int32),
-            room(PART, dtype=torch.int32),
-        )
-
-
 def sample(
     logits: Tensor, settings: Tensor, out: Tensor, edits: Edits | None = None, scratch: Scratch | None = None
 ) -> None:
@@ -370,69 +241,15 @@ def sample(
     scratch = scratch or Scratch.make(rows, vocab, logits.device)
     if edits is not None:
         edit_logits(logits, settings, edits, scratch.weights.view(torch.int32))
-    parts, sizes = find_peaks(logits, scratch)
+    parts, sizes = weigh(logits, settings, scratch)
     found = (scratch.peaks, scratch.peak_ids, scratch.faults)
-    kept = (scratch.weights, scratch.sums, scratch.bands)
+    kept = (scratch.weights, scratch.sums, scratch.bands, scratch.ids)
     strides = (settings.stride(0), scratch.weights.stride(0))
-    grid, by_row = (rows, parts), (logits, settings, *found, *kept)
-    weigh_kernel[grid](*by_row, logits.stride(0), *strides, vocab, **sizes, PLAIN=False, num_warps=_WARPS)
-    collect_kernel[grid](settings, *found, *kept, scratch.ids, *strides, vocab, **sizes, num_warps=_WARPS)
+    collect_kernel[(rows, parts)](settings, *found, *kept, *strides, vocab, **sizes, num_warps=WARPS)
     choose_kernel[(rows,)](
-        *by_row, scratch.ids, out, logits.stride(0), *strides, vocab, parts, **sizes, num_warps=_WARPS
+        logits, settings, *found, *kept, out, logits.stride(0), *strides, vocab, parts, **sizes, num_warps=WARPS
     )
-
-
-def find_peaks(logits: Tensor, scratch: Scratch) -> tuple[int, dict[str, Any]]:
-    """Fill the scratch's peaks, peak_ids and faults; (parts of a row, constexprs of the kernels that read them)."""
-    rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, PART)
-    grid, found = (rows, parts), (scratch.peaks, scratch.peak_ids, scratch.faults)
-    peak_kernel[grid](logits, *found, logits.stride(0), vocab, PART, num_warps=_WARPS)
-    return parts, {"PART": PART, "PARTS": triton.next_power_of_2(parts)}
-
-
-def sum_weights(logits: Tensor, scratch: Scratch) -> tuple[int, dict[str, Any]]:
-    """As `find_peaks`, and fill sums with those of exp(logit - best) for rows that have a best and no NaN or +inf."""
-    parts, sizes = find_peaks(logits, scratch)
-    found = (scratch.peaks, scratch.peak_ids, scratch.faults)
-    kept = (scratch.weights, scratch.sums, scratch.bands)
-    weigh_kernel[(logits.shape[0], parts)](
-        logits, None, *found, *kept, logits.stride(0), 0, 0, logits.shape[1], **sizes, PLAIN=True, num_warps=_WARPS
-    )
-    return parts, sizes
 
 
 def variants() -> list[Variant]:
-    """Vocabularies of 32,000 and of 151,936 tokens (8 and 64 parts)."""
-    pointers = {
-        "logits": "*fp32:16",
-        "settings": "*fp64:16",
-        "peaks": "*fp32:16",
-        "peak_ids": "*i32:16",
-        "faults": "*i32:16",
-        "weights": "*fp32:16",
-        "sums": "*fp64:16",
-        "bands": "*i32:16",
-        "ids": "*i32:16",
-        "out": "*i64:16",
-        "stride": "i32:16",
-        "settings_stride": "i32",
-        "weights_stride": "i32:16",
-        "vocab": "i32:16",
-        "parts": "i32",
-    }
-    found = []
-    for parts in (8, 64):
-        sizes = {"PART": PART, "PARTS": parts}
-        plain = {"PLAIN": True, "settings": None}
-        for name, kernel, more in (
-            ("peak", peak_kernel, {}),
-            ("weigh", weigh_kernel, {"PLAIN": False}),
-            ("weigh/plain", weigh_kernel, plain),
-            ("collect", collect_kernel, {}),
-            ("choose", choose_kernel, {}),
-        ):
-            constexprs = {key: value for key, value in (sizes | more).items() if key in kernel.arg_names}
-            signature = {key: pointers[key] for key in kernel.arg_names if key not in constexprs}
-            found.append(Variant(f"sample/{name}/{parts}", kernel, signature, constexprs, _WARPS))
-    return found
+    return variants_of({"collect": (collect_kernel, {}), "choose": (choose_kernel, {})})

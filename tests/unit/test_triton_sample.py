@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 
 from kernels.triton.edits import Edits
 from kernels.triton.logprobs import logprobs
-from kernels.triton.sample import PART, Scratch, sample
+from kernels.triton.sample import sample
+from kernels.triton.weigh import PART, Scratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Row = tuple[float, int, float, float, float]
@@ -121,6 +122,16 @@ def test_a_nucleus_that_is_too_large_to_collect_is_cut_all_the_same(row: tuple[f
         share = one.cumsum(0) / one.sum()
         wanted = int((share > draw - 1e-5).nonzero()[0]), int((share > min(draw + 1e-5, 1.0 - 1e-7)).nonzero()[0])
         assert wanted[0] <= token <= wanted[1]
+
+
+def test_a_row_without_cuts_is_walked_from_the_part_in_which_its_draw_falls() -> None:
+    logits, draws = normal(1, 2 * PART + 3000, 0.5), [0.1, 0.38, 0.42, 0.6, 0.8, 0.99]
+    tokens, _ = choose(logits.expand(len(draws), -1), [(1.0, 0, 1.0, 0.0, draw) for draw in draws])
+    share = reference.sample_weights(logits[0], 1.0).cumsum(0)
+    share /= share[-1].clone()
+    assert {token // PART for token in tokens} == {0, 1, 2}
+    for token, draw in zip(tokens, draws, strict=True):
+        assert int((share > draw - 1e-6).nonzero()[0]) <= token <= int((share > draw + 1e-6).nonzero()[0])
 
 
 def test_greedy_takes_the_lowest_id_among_equals_in_any_part() -> None:
