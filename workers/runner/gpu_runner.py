@@ -210,7 +210,7 @@ class GpuRunner:
         host = self._buffers.next_host(layout)
         fill_rows(host, columns, self._shape)
         host["settings"][:count] = table.settings
-        host["settings"][count:] = 0.0
+        host["settings"][count:] = 0.0  # greedy; what lay there may be anything
         self._buffers.send(layout)
         rows = bucket.rows if bucket else self._buffers.rows(layout, columns.num_decode, columns.max_tokens)
         if bucket is not None:
