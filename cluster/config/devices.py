@@ -9,12 +9,15 @@ from pydantic import Field
 from cluster.config.section import Section
 from workers.spec import EngineOptions
 
+AUTO_TAKES_GPUS = False
+"""A worker on a GPU cannot serve as long as no lane reads and writes KV in device memory: it is asked for by name."""
+
 
 class EngineConfig(Section):
     """The same in all pools: KV that a device computed goes to workers on such devices alone."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda when torch sees such a device on this machine; in an existing Ray cluster cpu."""
+    """auto: cpu (see AUTO_TAKES_GPUS)."""
     cuda_graphs: bool = True
     """Record steps of decodes at start and replay them."""
     batch_invariant: bool = False
@@ -26,5 +29,5 @@ class EngineConfig(Section):
         """num_gpus: CUDA devices that workers will see, as far as is known."""
         options = self.model_dump()
         if self.device == "auto":
-            options["device"] = "cuda" if num_gpus else "cpu"
+            options["device"] = "cuda" if num_gpus and AUTO_TAKES_GPUS else "cpu"
         return EngineOptions(**options)

@@ -22,6 +22,7 @@ from workers.runner.fake import FakeRunner
 from workers.spec import EngineOptions, WorkerSpec
 
 TWO_GPUS = Machine(cores=2, available_bytes=22 * GIB, num_gpus=2)
+CUDA = {"device": "cuda"}
 
 
 def workers_of(config: Mapping[str, Any], machine: Machine) -> tuple[WorkerSpec, ...]:
@@ -35,45 +36,42 @@ def spec(**changes: Any) -> WorkerSpec:
 
 
 @pytest.mark.parametrize(
-    ("asked", "machine", "address", "wanted"),
+    ("asked", "machine", "wanted"),
     [
-        ("auto", TWO_GPUS, None, "cuda"),
-        ("auto", Machine(2, 22 * GIB), None, "cpu"),
-        ("auto", TWO_GPUS, "10.0.0.1:6379", "cpu"),
-        ("cpu", TWO_GPUS, None, "cpu"),
-        ("cuda", Machine(2, 22 * GIB), None, "cuda"),
+        ("auto", TWO_GPUS, "cpu"),
+        ("auto", Machine(2, 22 * GIB), "cpu"),
+        ("cpu", TWO_GPUS, "cpu"),
+        ("cuda", Machine(2, 22 * GIB), "cuda"),
     ],
 )
-def test_auto_is_cuda_where_this_machine_has_one(
-    asked: str, machine: Machine, address: str | None, wanted: str
-) -> None:
-    config = {"engine": {"device": asked}, "cluster": {"address": address}}
+def test_a_gpu_is_asked_for_by_name(asked: str, machine: Machine, wanted: str) -> None:
+    config = {"engine": {"device": asked}}
     assert {worker.engine.device for worker in workers_of(config, machine)} == {wanted}
 
 
 def test_a_gpus_kv_is_what_the_device_has_left_or_whole_blocks_in_halves() -> None:
-    auto = workers_of({}, TWO_GPUS)[0]
+    auto = workers_of({"engine": CUDA}, TWO_GPUS)[0]
     assert (auto.kv_cache_bytes, auto.swap_bytes, auto.max_model_len) == (0, 0, 8192)
     block_bytes = model().kv_bytes_per_token // 2 * 16
     pools = [{"role": "colocated", "kv_cache_bytes": 9000 // 16 * block_bytes + 1}]
-    explicit = workers_of({"pools": pools, "engine": {"gpu_memory_utilization": 0.5}}, TWO_GPUS)[0]
+    explicit = workers_of({"pools": pools, "engine": CUDA | {"gpu_memory_utilization": 0.5}}, TWO_GPUS)[0]
     assert explicit.kv_cache_bytes == 9000 // 16 * block_bytes
     assert explicit.engine.gpu_memory_utilization == 0.5
-    wide = workers_of({"pools": pools, "model": {"dtype": "float32"}}, TWO_GPUS)[0]
+    wide = workers_of({"pools": pools, "engine": CUDA, "model": {"dtype": "float32"}}, TWO_GPUS)[0]
     assert wide.kv_cache_bytes == 9000 // 16 // 2 * 2 * block_bytes
     assert workers_of({}, Machine(2, 22 * GIB))[0].kv_cache_bytes > 0
 
 
 def test_weights_on_a_gpu_take_none_of_the_machines_memory() -> None:
     small = Machine(cores=2, available_bytes=GIB, num_gpus=1)
-    assert len(workers_of({}, small)) == 2
+    assert len(workers_of({"engine": CUDA}, small)) == 2
     with pytest.raises(StartupError, match="not enough memory"):
         workers_of({"engine": {"device": "cpu"}}, small)
 
 
 def test_what_a_gpu_does_not_have_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"pools.0.kv_cache_fraction.*gpu_memory_utilization"):
-        workers_of({"pools": [{"role": "colocated", "kv_cache_fraction": 0.5}]}, TWO_GPUS)
+        workers_of({"pools": [{"role": "colocated", "kv_cache_fraction": 0.5}], "engine": CUDA}, TWO_GPUS)
     with pytest.raises(ValidationError, match="batch_invariant"):
         ServeConfig.model_validate({"exact": True, "engine": {"device": "cuda"}})
     with pytest.raises(StartupError, match="exact needs"):
