@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev,interpreter]' || $(PIP) -e '.[dev]'
 	@touch $@
 
 install: $(VENV)/.installed

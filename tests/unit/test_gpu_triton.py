@@ -14,7 +14,7 @@ from kernels.gpu_rows import RowBuffers, check_rows, fill_rows, layout_for
 from kernels.ops import PoolShape
 from tests.gpu_runs import Row, gpu_runner, model_of, prompt_of, step_of, take
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.8")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="neither a GPU nor interpreted"
 )

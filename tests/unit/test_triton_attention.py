@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import reference
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.8")
 
 from kernels.triton.attention_decode import Scratch, decode_attention
 from kernels.triton.attention_prefill import prefill_attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.8")
 
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.8")
 
 from kernels.triton.matmul import FEW_ROWS, Scratch, linear, order_of
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels import reference
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.8")
 
 from kernels.triton.rows import add_rms_norm, rms_norm, rope_write, swiglu
 

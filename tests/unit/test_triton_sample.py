@@ -13,7 +13,7 @@ import torch
 from kernels import reference
 from kernels.ops import LOGPROB_FLOOR, Sampler, SampleTable
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.8")
 
 from kernels.triton.edits import Edits
 from kernels.triton.logprobs import logprobs
