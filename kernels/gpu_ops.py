@@ -20,7 +20,7 @@ from kernels import gpu_reference, gpu_sampling
 from kernels.gpu_reference import QkNorm
 from kernels.gpu_rows import DeviceRows
 from kernels.gpu_sampling import DeviceEdits
-from kernels.sampler import SETTINGS
+from kernels.shapes import SETTINGS
 
 log = logging.getLogger("headrace.kernels.gpu_ops")
 

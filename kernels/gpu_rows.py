@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import PoolShape
-from kernels.sampler import SETTINGS
+from kernels.shapes import SETTINGS, PoolShape
 
 _ALIGNMENT = 16
 _TURNS = 2

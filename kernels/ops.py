@@ -25,45 +25,9 @@ from kernels.launch import Hole, Tape, address
 from kernels.logprobs import LOGPROB_FLOOR as LOGPROB_FLOOR
 from kernels.logprobs import LogprobScorer as LogprobScorer
 from kernels.sampler import Sampler as Sampler
-from kernels.sampler import SampleTable as SampleTable
+from kernels.shapes import PoolShape as PoolShape
+from kernels.shapes import SampleTable as SampleTable
 from kernels.weights import PackedWeight
-
-SUPPORTED_HEAD_DIM_MULTIPLE = 16
-SUPPORTED_BLOCK_MULTIPLE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """Shape of a KV pool `[block, kv_head, layer, k|v, slot, dim]`; strides below are in floats."""
-
-    num_blocks: int
-    kv_heads: int
-    layers: int
-    block_size: int
-    head_dim: int
-
-    @property
-    def kv_floats(self) -> int:
-        return self.block_size * self.head_dim
-
-    @property
-    def head_floats(self) -> int:
-        return self.layers * 2 * self.kv_floats
-
-    @property
-    def block_floats(self) -> int:
-        return self.kv_heads * self.head_floats
-
-    def view(self, pool: Tensor) -> Tensor:
-        """The flat pool as a 6-dimensional tensor (a view)."""
-        return pool.view(self.num_blocks, self.kv_heads, self.layers, 2, self.block_size, self.head_dim)
-
-    def check(self) -> None:
-        if self.head_dim % SUPPORTED_HEAD_DIM_MULTIPLE or self.head_dim <= 0:
-            raise ValueError(f"head_dim {self.head_dim} is not a multiple of {SUPPORTED_HEAD_DIM_MULTIPLE}")
-        if self.block_size % SUPPORTED_BLOCK_MULTIPLE or self.block_size <= 0:
-            raise ValueError(f"block size {self.block_size} is not a multiple of {SUPPORTED_BLOCK_MULTIPLE}")
-
 
 _NOTHING = np.zeros(0, np.int64)
 

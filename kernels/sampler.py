@@ -7,7 +7,6 @@ bit, for any number of rows and threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,30 +19,7 @@ from torch import Tensor
 
 from kernels import cpu_sample
 from kernels.launch import Hole, Tape, address
-
-SETTINGS = 8
-"""Columns of `SampleTable.settings`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleTable:
-    """How to choose a token in each of `rows` rows: columns, one entry a row; the last three may be () when no row
-    needs them.
-
-    settings: float64 [rows, 8] of temperature (0: greedy), top_k (0: off), top_p (1: off), min_p (0: off), a draw in
-    [0, 1), and the repetition (1: off), presence and frequency penalties (0: off), which are read where a row has a
-    history.
-    """
-
-    settings: np.ndarray[Any, np.dtype[np.float64]]
-    banned: Sequence[Sequence[int]]
-    """Ids that must not come."""
-    biases: Sequence[Sequence[tuple[int, float]]] = ()
-    """(id, what is added to its logit)."""
-    histories: Sequence[np.ndarray[Any, np.dtype[np.int64]]] = ()
-    """The row's prompt and output, int64 [tokens]; empty: no penalties."""
-    prompt_lens: Sequence[int] = ()
-    """How many ids at the beginning of each history are the prompt's: they count for repetition only."""
+from kernels.shapes import SETTINGS, SampleTable
 
 
 class Sampler:

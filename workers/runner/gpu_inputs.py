@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.core.records import TokenLogprobs
 from headrace.errors import StartupError
 from kernels.gpu_sampling import DeviceEdits
-from kernels.ops import SampleTable
+from kernels.shapes import SampleTable
 from workers.core.plan import StepResult
 from workers.model.gpu_weights import RandomWeights
 from workers.model.loaders import Weights

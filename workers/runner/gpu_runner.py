@@ -21,7 +21,7 @@ from headrace.paths import cache_root
 from headrace.sampling import SamplingParams
 from kernels.gpu_ops import DeviceOps
 from kernels.gpu_rows import DeviceRows, RowBuffers, check_rows, fill_rows, layout_for
-from kernels.ops import PoolShape
+from kernels.shapes import PoolShape
 from kvtransfer.core.identity import root_hash
 from kvtransfer.core.layout import KvLayout
 from workers.core.plan import StepPlan, StepResult

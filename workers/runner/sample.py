@@ -6,6 +6,7 @@ The only randomness is `headrace.sampling.uniform` at the token's absolute posit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -13,8 +14,11 @@ from torch import Tensor
 from headrace.core.records import TokenLogprobs
 from headrace.errors import InvariantError
 from headrace.sampling import uniform
-from kernels.ops import LogprobScorer, SampleTable
+from kernels.shapes import SampleTable
 from workers.core.plan import StepPlan
+
+if TYPE_CHECKING:
+    from kernels.logprobs import LogprobScorer
 
 _NO_HISTORY = np.zeros(0, np.int64)
 
