@@ -95,6 +95,8 @@ class Faults:
                 worker.ask(do="late", wait_s=LATE_S)
             case "flip":
                 worker.ask(do="flip")
+            case "full":
+                self._shrink(fault, KEPT_BLOCKS)
 
     def inject(self, fault: Fault) -> None:
         """Returns when the fault is over and the deployment whole again."""
@@ -188,11 +190,7 @@ class Faults:
         proxy.heal()
 
     def _fill(self, fault: Fault) -> None:
-        """The load does the rest. Workers of the same role have no more room: the router would send it to them."""
-        role = self._fleet.ready[fault.victim].role
-        alike = [worker for name, worker in self._fleet.workers.items() if self._fleet.ready[name].role is role]
-        for worker in alike:
-            worker.ask(do="shrink", keep=KEPT_BLOCKS)
+        """The load does the rest; there is less room since before it began."""
         end = time.monotonic() + 20
         while not fault.proof and time.monotonic() < end:
             load = self._fleet.worker_status(fault.victim).load
@@ -201,8 +199,14 @@ class Faults:
                 fault.proof = f"{left} blocks left, {waiting} wait"
                 time.sleep(fault.lasts_s)
             time.sleep(0.01)
-        for worker in alike:
-            worker.ask(do="shrink", keep=None)
+        self._shrink(fault, None)
+
+    def _shrink(self, fault: Fault, keep: int | None) -> None:
+        """All workers of the victim's role: the router would send the load to one that has room."""
+        role = self._fleet.ready[fault.victim].role
+        for name, worker in self._fleet.workers.items():
+            if self._fleet.ready[name].role is role:
+                worker.ask(do="shrink", keep=keep)
 
     def _press(self, fault: Fault) -> None:
         worker = self._fleet.workers[fault.victim]
