@@ -28,7 +28,8 @@ help:
 	@echo
 	@echo 'Needs Linux and Python 3.11 or later, no GPU. The first install downloads torch 2.13.0 from the package index:'
 	@echo 'its Linux build carries the CUDA libraries (about 3 GB), unless pip is set up with an index that has the CPU'
-	@echo 'build (about 200 MB), which serves the same. All else is about 250 MB, the default model (100 MB) included.'
+	@echo 'build (about 200 MB), which serves the same. All else is about 250 MB, the default model (100 MB) included;'
+	@echo 'make test adds Triton (about 650 MB), whose interpreter runs the GPU kernels.'
 
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or later is needed' >&2; exit 1; }

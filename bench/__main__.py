@@ -20,6 +20,7 @@ python -m bench route [quality|trace NAME|gateways|grid]
 python -m bench routing                 what the router costs: prefix look-ups on a trace (beside Dynamo's radix tree
                                         where that is installed), decisions, cache events, memory
 python -m bench schedule host           what one iteration of it costs this machine, in real time
+python -m bench.gpu_check              kernels, whole models and a peer on a GPU; a script of its own (docs/gpu.md)
 python -m bench tiers                   time to first token of a long prefix from the device, the host, the disk, or
                                         computed, on the real model
 """

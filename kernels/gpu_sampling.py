@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.shapes import LOGPROB_FLOOR
+
 _COLDEST = 1e-30
-LOGPROB_FLOOR = -9999.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class PoolShape:
             raise ValueError(f"block size {self.block_size} is not a multiple of {SUPPORTED_BLOCK_MULTIPLE}")
 
 
+LOGPROB_FLOOR = -9999.0
+"""What is told of a token that cannot come."""
 SETTINGS = 8
 """Columns of `SampleTable.settings`."""
 

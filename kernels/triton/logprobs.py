@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.shapes import LOGPROB_FLOOR
 from kernels.triton.compiled import Variant
 from kernels.triton.weigh import Scratch, row_peak, weigh
 
-FLOOR: tl.constexpr = tl.constexpr(-9999.0)
-"""kernels.logprobs.LOGPROB_FLOOR"""
+FLOOR: tl.constexpr = tl.constexpr(LOGPROB_FLOOR)
 
 
 @triton.jit(do_not_specialize=["width"])
